@@ -6,6 +6,7 @@ is written once: a loop on the device, a stream and a batch engine all call it.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -18,6 +19,7 @@ from specjax.types import (
     Address,
     Array,
     Cache,
+    Context,
     DecodeState,
     Draft,
     Drafter,
@@ -35,10 +37,8 @@ __all__ = ["autoregressive_step", "speculative_step", "start"]
 def start(
     target_params: Params,
     draft_params: Params,
-    tokens: Array,
-    length: Array,
+    context: Context,
     limit: Array,
-    stop_tokens: Array,
     sampling: SamplingParams,
     *,
     target: Model,
@@ -49,10 +49,8 @@ def start(
     Args:
       target_params: the target's weights.
       draft_params: the drafter's, or None.
-      tokens: [B, S] int32, prompts from the left, each at least one token.
-      length: [B] int32, the prompts' lengths.
-      limit: [B] int32, the lengths at which rows must end; ``S`` is at least limit + K + 1.
-      stop_tokens: [B, E] int32 ids that end a row, -1 for none.
+      context: the prompts; ``S`` is at least limit + K + 1.
+      limit: [B] int32, the lengths at which rows must end.
       sampling: one value a row.
       target: the model whose law the output has.
       drafter: what proposes; None for plain decoding.
@@ -60,23 +58,27 @@ def start(
     Returns:
       The state. Rows whose limit is their length are done from the start.
     """
-    chex.assert_rank([tokens, length, limit, stop_tokens], [2, 1, 1, 2])
-    chex.assert_type([tokens, length, limit, stop_tokens], jnp.int32)
-    chex.assert_equal_shape_prefix([tokens, length, limit, stop_tokens], 1)
+    chex.assert_rank([context.tokens, context.length, context.stop_tokens, limit], [2, 1, 2, 1])
+    chex.assert_type([context.tokens, context.length, context.stop_tokens, limit], jnp.int32)
+    chex.assert_equal_shape_prefix([context.tokens, context.length, context.stop_tokens, limit], 1)
     return DecodeState(
-        tokens=tokens,
-        length=length,
+        context=context,
         limit=limit,
-        done=length >= limit,
-        stop_tokens=stop_tokens,
+        done=context.length >= limit,
         sampling=sampling,
-        target_cache=prefill(target, target_params, tokens, length),
-        draft_state=None if drafter is None else drafter.init(draft_params, tokens, length),
+        target_cache=prefill(target, target_params, context.tokens, context.length),
+        draft_state=None if drafter is None else drafter.init(draft_params, context),
     )
 
 
 def speculative_step(
-    state: DecodeState, target_params: Params, draft_params: Params, *, target: Model, drafter: Drafter, rule: Rule
+    state: DecodeState,
+    target_params: Params,
+    draft_params: Params,
+    *,
+    target: Model,
+    drafter: Drafter,
+    rule: Rule,
 ) -> tuple[DecodeState, StepInfo]:
     """Extends every live row by 1 to K + 1 tokens that follow the target's law.
 
@@ -95,26 +97,26 @@ def speculative_step(
     Returns:
       The next state, and what happened.
     """
-    address = Address(state.sampling.seed, state.length)
+    draft_keys = partial(rule.draft_keys, Address(state.sampling.seed, state.context.length))
     draft, draft_state = drafter.propose(
-        draft_params, partial(rule.draft_keys, address), state.draft_state, state.tokens, state.length, state.sampling
+        draft_params, draft_keys, state.draft_state, state.context, state.sampling
     )
     # The step itself adds a token, so a row one short of its limit has nothing to draft for.
-    room = jnp.where(state.done, 0, jnp.maximum(state.limit - state.length - 1, 0))
+    room = jnp.where(state.done, 0, jnp.maximum(state.limit - state.context.length - 1, 0))
     draft = Draft(draft.tokens, draft.logits, jnp.minimum(draft.lengths, room))
 
     judge = partial(_judge, state, target_params, draft, target=target, rule=rule)
     if drafter.always_full:
-        verdict, features, cache = judge(state.target_cache, width=drafter.num_draft_tokens)
+        verdict, failed, features, cache = judge(state.target_cache, width=drafter.num_draft_tokens)
     else:
-        verdict, features, cache = lax.cond(
+        verdict, failed, features, cache = lax.cond(
             jnp.any(draft.lengths > 0),
             partial(judge, width=drafter.num_draft_tokens),
             partial(judge, width=0),
             state.target_cache,
         )
     draft_state = drafter.accept(draft_state, verdict.num_accepted, features)
-    return _commit(state, draft, verdict, cache, draft_state)
+    return _commit(state, draft, verdict, failed, cache, draft_state)
 
 
 def autoregressive_step(
@@ -133,21 +135,38 @@ def autoregressive_step(
     Returns:
       The next state, and what happened.
     """
-    batch = state.length.shape[0]
+    batch = state.done.shape[0]
     draft = Draft(jnp.zeros((batch, 0), jnp.int32), None, jnp.zeros(batch, jnp.int32))
-    verdict, _, cache = _judge(state, target_params, draft, state.target_cache, width=0, target=target, rule=rule)
-    return _commit(state, draft, verdict, cache, state.draft_state)
+    verdict, failed, _, cache = _judge(
+        state, target_params, draft, state.target_cache, width=0, target=target, rule=rule
+    )
+    return _commit(state, draft, verdict, failed, cache, state.draft_state)
 
 
 def _judge(
-    state: DecodeState, target_params: Params, draft: Draft, cache: Cache, *, width: int, target: Model, rule: Rule
-) -> tuple[Verdict, Array | None, Cache]:
+    state: DecodeState,
+    target_params: Params,
+    draft: Draft,
+    cache: Cache,
+    *,
+    width: int,
+    target: Model,
+    rule: Rule,
+) -> tuple[Verdict, Array, Array | None, Cache]:
     """Scores the newest token and the first ``width`` drafted ones, and has the rule judge them."""
-    newest = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)
-    fed = jnp.concatenate([newest, draft.tokens[:, :width]], axis=1)
-    positions = state.length[:, None] - 1 + jnp.arange(width + 1)[None]
+    length = state.context.length[:, None]
+    slots = length + jnp.arange(width)[None]
+    # The warp sees the drafted tokens where they would stand.
+    context = dataclasses.replace(
+        state.context, tokens=_write(state.context.tokens, slots, draft.tokens[:, :width])
+    )
+    positions = length - 1 + jnp.arange(width + 1)[None]
+    fed = jnp.concatenate(
+        [jnp.take_along_axis(context.tokens, positions[:, :1], axis=1), draft.tokens[:, :width]], axis=1
+    )
     output = target.apply(target_params, fed, cache, positions)
-    logits = warp(output.logits, state.sampling)
+    failed = jnp.any(jnp.isnan(output.logits), axis=(1, 2))
+    logits = warp(output.logits, state.sampling, context)
 
     narrow = Draft(
         draft.tokens[:, :width],
@@ -155,41 +174,44 @@ def _judge(
         draft.logits[:, :width] if draft.logits is not None and width else None,
         jnp.minimum(draft.lengths, width),
     )
-    verdict = rule.verify(Address(state.sampling.seed, state.length), narrow, logits)
+    verdict = rule.verify(Address(state.sampling.seed, state.context.length), narrow, logits)
     missing = draft.tokens.shape[1] - width
     accept_probs = jnp.pad(verdict.accept_probs, ((0, 0), (0, missing)))
     features = output.features
     if features is not None:
         features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
-    verdict = Verdict(verdict.num_accepted, verdict.next_token, accept_probs, verdict.next_logits)
-    return verdict, features, output.cache
+    return dataclasses.replace(verdict, accept_probs=accept_probs), failed, features, output.cache
 
 
 def _commit(
-    state: DecodeState, draft: Draft, verdict: Verdict, target_cache: Cache, draft_state: object
+    state: DecodeState,
+    draft: Draft,
+    verdict: Verdict,
+    failed: Array,
+    target_cache: Cache,
+    draft_state: object,
 ) -> tuple[DecodeState, StepInfo]:
     """Appends what stood, cut at the first stop token and at the limit; rolls back by not counting."""
-    capacity = state.tokens.shape[1]
+    context = state.context
+    capacity = context.tokens.shape[1]
     index = jnp.arange(draft.tokens.shape[1] + 1)[None]
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], drafted)
 
-    within = index < jnp.minimum(verdict.num_accepted + 1, state.limit - state.length)[:, None]
-    stops = within & jnp.any(tokens[:, :, None] == state.stop_tokens[:, None, :], axis=2)
+    within = index < jnp.minimum(verdict.num_accepted + 1, state.limit - context.length)[:, None]
+    failed = failed & ~state.done
+    within &= ~(state.done | failed)[:, None]
+    stops = within & jnp.any(tokens[:, :, None] == context.stop_tokens[:, None, :], axis=2)
     # A token is emitted if no stop stands before it; the stop itself is the row's last token.
-    emitted = within & (jnp.cumsum(stops, axis=1) - stops == 0) & ~state.done[:, None]
+    emitted = within & (jnp.cumsum(stops, axis=1) - stops == 0)
     num_emitted = jnp.sum(emitted, axis=1, dtype=jnp.int32)
 
-    slots = jnp.where(emitted, state.length[:, None] + index, capacity)
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    length = state.length + num_emitted
-    next_state = DecodeState(
-        tokens=state.tokens.at[rows, slots].set(tokens, mode="drop"),
-        length=length,
-        limit=state.limit,
-        done=state.done | jnp.any(stops, axis=1) | (length >= state.limit),
-        stop_tokens=state.stop_tokens,
-        sampling=state.sampling,
+    slots = jnp.where(emitted, context.length[:, None] + index, capacity)
+    length = context.length + num_emitted
+    next_state = dataclasses.replace(
+        state,
+        context=dataclasses.replace(context, tokens=_write(context.tokens, slots, tokens), length=length),
+        done=state.done | failed | jnp.any(stops, axis=1) | (length >= state.limit),
         target_cache=target_cache,
         draft_state=draft_state,
     )
@@ -197,7 +219,13 @@ def _commit(
         num_drafted=draft.lengths,
         num_accepted=jnp.minimum(verdict.num_accepted, num_emitted),
         num_emitted=num_emitted,
+        failed=failed,
         verdict=verdict,
         draft=draft,
     )
     return next_state, info
+
+
+def _write(tokens: Array, slots: Array, block: Array) -> Array:
+    """Puts ``block`` [B, N] into ``tokens`` [B, S] at ``slots`` [B, N]; those past the end are dropped."""
+    return tokens.at[jnp.arange(tokens.shape[0])[:, None], slots].set(block, mode="drop")

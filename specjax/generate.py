@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,22 @@ from jax import lax
 
 from specjax.decode import autoregressive_step, speculative_step, start
 from specjax.sampling import make_sampling
-from specjax.types import Array, DecodeState, Drafter, Model, Params, Rule, SamplingParams, StepInfo, pytree
+from specjax.types import (
+    Allowed,
+    Array,
+    Context,
+    DecodeState,
+    Drafter,
+    Model,
+    Params,
+    Rule,
+    SamplingParams,
+    StepInfo,
+    pytree,
+)
 from specjax.verify import RULES
 
-__all__ = ["Generation", "Record", "Source", "generate", "stream"]
+__all__ = ["Decoding", "Generation", "Record", "Source", "generate", "stream"]
 
 
 class Source(enum.IntEnum):
@@ -39,6 +53,7 @@ class Record:
     """What the steps of a generation did, added up on the device."""
 
     source: Array  # [B, S] int8: a Source for each token
+    failed: Array  # [B] bool: the target's logits were no numbers
     num_steps: Array  # [B] int32: steps in which the row was live
     drafted: Array  # [B, K+1] int32: how many of these drafted 0, 1, .. K tokens
     accepted: Array  # [B, K+1] int32: how many kept 0, 1, .. K of them
@@ -51,6 +66,7 @@ class Generation:
     tokens: list[int]  # what was decoded, a stop token included
     sources: list[Source]  # one for each token
     stopped: bool  # whether a stop token ended it, rather than the limit
+    failed: bool  # whether the target's logits stopped being numbers; the tokens are those before
     num_steps: int
     drafted: np.ndarray  # [K+1]: steps by the number of tokens drafted
     accepted: np.ndarray  # [K+1]: steps by the number of tokens kept
@@ -76,22 +92,10 @@ class Generation:
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
 
-_FOREVER = np.iinfo(np.int32).max
+class Decoding:
+    """A batch in the middle of decoding, held on the device, between two calls of :meth:`advance`.
 
-
-def generate(
-    target: Model,
-    target_params: Params,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_tokens: int | Sequence[int],
-    drafter: Drafter | None = None,
-    draft_params: Params = None,
-    rule: str = "token",
-    sampling: SamplingParams | None = None,
-    stop_tokens: Sequence[int] = (),
-) -> list[Generation]:
-    """Decodes a batch of prompts; nothing comes back from the device until every row has ended.
+    Making one reads the prompts. :func:`generate` and :func:`stream` are two ways to drive it.
 
     Args:
       target: the model whose law the output has.
@@ -104,97 +108,118 @@ def generate(
         which gives the same tokens without drawing noise.
       sampling: one value a row, from :func:`~specjax.sampling.make_sampling`; None is greedy.
       stop_tokens: ids that end a row.
-
-    Returns:
-      One :class:`Generation` a row.
+      allowed: constrains what is decoded, by a pure function; see :data:`specjax.types.Allowed`.
 
     Raises:
       ValueError: an empty prompt, a token outside the vocabulary, a prompt that leaves no room in the
         context, max_tokens below 1, or an unknown rule.
     """
-    (rows,) = _advance_all(
-        target, target_params, prompts, max_tokens, drafter, draft_params, rule, sampling, stop_tokens, _FOREVER
-    )
-    return rows
+
+    def __init__(
+        self,
+        target: Model,
+        target_params: Params,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int | Sequence[int],
+        drafter: Drafter | None = None,
+        draft_params: Params = None,
+        rule: str = "token",
+        sampling: SamplingParams | None = None,
+        stop_tokens: Sequence[int] = (),
+        allowed: Allowed | None = None,
+    ) -> None:
+        if rule not in RULES:
+            raise ValueError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
+        batch = len(prompts)
+        num_draft_tokens = 0 if drafter is None else drafter.num_draft_tokens
+        tokens, length, limit = _lay_out(target, prompts, max_tokens, num_draft_tokens)
+        sampling = make_sampling(batch) if sampling is None else sampling
+        all_greedy = bool(np.all((np.asarray(sampling.temperature) == 0) | (np.asarray(sampling.top_k) == 1)))
+        self._static = dict(target=target, drafter=drafter)
+        self._rule = RULES["greedy" if all_greedy else rule]
+        self._params = (target_params, draft_params)
+        self._prompt_length = [len(prompt) for prompt in prompts]
+        self._stop_tokens = frozenset(stop_tokens)
+        stops = np.broadcast_to(np.asarray(stop_tokens or [-1], np.int32), (batch, max(len(stop_tokens), 1)))
+        context = Context(tokens, length, length, jnp.asarray(stops), allowed)
+        self._state = _start(*self._params, context, limit, sampling, **self._static)
+        bins = (batch, num_draft_tokens + 1)
+        self._record = Record(
+            source=jnp.zeros(tokens.shape, jnp.int8),
+            failed=jnp.zeros(batch, bool),
+            num_steps=jnp.zeros(batch, jnp.int32),
+            drafted=jnp.zeros(bins, jnp.int32),
+            accepted=jnp.zeros(bins, jnp.int32),
+        )
+
+    def advance(self, num_steps: int | None = None) -> bool:
+        """Runs the steps that are left, or ``num_steps`` at most; says whether all rows have ended."""
+        count = np.iinfo(np.int32).max if num_steps is None else num_steps
+        self._state, self._record = _advance(
+            *self._params, self._state, self._record, count, rule=self._rule, **self._static
+        )
+        return bool(self._state.done.all())
+
+    def rows(self) -> list[Generation]:
+        """What each row has by now."""
+        tokens, length, record = jax.device_get(
+            (self._state.context.tokens, self._state.context.length, self._record)
+        )
+        return [
+            self._row(tokens[i], slice(begin, end), jax.tree.map(operator.itemgetter(i), record))
+            for i, (begin, end) in enumerate(zip(self._prompt_length, length, strict=True))
+        ]
+
+    def _row(self, tokens: np.ndarray, decoded: slice, record: Record) -> Generation:
+        ids = tokens[decoded].tolist()
+        return Generation(
+            tokens=ids,
+            sources=[Source(source) for source in record.source[decoded].tolist()],
+            stopped=bool(ids) and ids[-1] in self._stop_tokens,
+            failed=bool(record.failed),
+            num_steps=int(record.num_steps),
+            drafted=np.asarray(record.drafted),
+            accepted=np.asarray(record.accepted),
+        )
+
+
+def generate(
+    target: Model, target_params: Params, prompts: Sequence[Sequence[int]], **options: Any
+) -> list[Generation]:
+    """Decodes a batch of prompts; nothing comes back from the device until every row has ended.
+
+    Arguments and errors are those of :class:`Decoding`.
+
+    Returns:
+      One :class:`Generation` a row.
+    """
+    decoding = Decoding(target, target_params, prompts, **options)
+    decoding.advance()
+    return decoding.rows()
 
 
 def stream(
-    target: Model,
-    target_params: Params,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int,
-    drafter: Drafter | None = None,
-    draft_params: Params = None,
-    rule: str = "token",
-    sampling: SamplingParams | None = None,
-    stop_tokens: Sequence[int] = (),
-    steps: int = 4,
+    target: Model, target_params: Params, prompt: Sequence[int], *, steps: int = 4, **options: Any
 ) -> Iterator[Generation]:
-    """Decodes one prompt and yields the generation so far, after every few steps and at the end.
+    """Decodes one prompt, and yields the generation so far after every few steps and at the end.
 
-    The arguments are those of :func:`generate`, for one prompt; the tokens are the same.
+    The tokens are those of :func:`generate`. Arguments and errors are those of :class:`Decoding`, but:
 
     Args:
+      prompt: one sequence of token ids.
       steps: how many steps run on the device between two yields.
     """
-    for rows in _advance_all(
-        target, target_params, [prompt], max_tokens, drafter, draft_params, rule, sampling, stop_tokens, steps
-    ):
-        yield rows[0]
-
-
-def _advance_all(
-    target: Model,
-    target_params: Params,
-    prompts: Sequence[Sequence[int]],
-    max_tokens: int | Sequence[int],
-    drafter: Drafter | None,
-    draft_params: Params,
-    rule_name: str,
-    sampling: SamplingParams | None,
-    stop_tokens: Sequence[int],
-    steps: int,
-) -> Iterator[list[Generation]]:
-    if rule_name not in RULES:
-        raise ValueError(f"no rule is named {rule_name!r}; there are {', '.join(RULES)}")
-    batch = len(prompts)
-    sampling = make_sampling(batch) if sampling is None else sampling
-    all_greedy = bool(np.all((np.asarray(sampling.temperature) == 0) | (np.asarray(sampling.top_k) == 1)))
-    rule = RULES["greedy" if all_greedy else rule_name]
-
-    num_draft_tokens = 0 if drafter is None else drafter.num_draft_tokens
-    tokens, length, limit = _lay_out(target, prompts, max_tokens, num_draft_tokens)
-    stops = np.broadcast_to(np.asarray(stop_tokens or [-1], np.int32), (batch, max(len(stop_tokens), 1)))
-    state = _start(
-        target_params, draft_params, tokens, length, limit, stops, sampling, target=target, drafter=drafter
-    )
-    record = Record(
-        source=jnp.zeros(tokens.shape, jnp.int8),
-        num_steps=jnp.zeros(batch, jnp.int32),
-        drafted=jnp.zeros((batch, num_draft_tokens + 1), jnp.int32),
-        accepted=jnp.zeros((batch, num_draft_tokens + 1), jnp.int32),
-    )
+    decoding = Decoding(target, target_params, [prompt], **options)
     done = False
     while not done:
-        state, record = _advance(
-            target_params, draft_params, state, record, steps, target=target, drafter=drafter, rule=rule
-        )
-        host_tokens, host_length, host_done, host_record = jax.device_get(
-            (state.tokens, state.length, state.done, record)
-        )
-        yield [
-            _to_generation(
-                host_tokens[i], length[i], host_length[i], stop_tokens, jax.tree.map(lambda x: x[i], host_record)
-            )
-            for i in range(batch)
-        ]
-        done = bool(host_done.all())
+        done = decoding.advance(steps)
+        yield decoding.rows()[0]
 
 
 def _lay_out(
     target: Model, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_draft_tokens: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Array, Array, Array]:
     """Checks the prompts and packs them into [B, S], S a power of two; with length and limit [B]."""
     if not prompts:
         raise ValueError("there is no prompt")
@@ -203,7 +228,8 @@ def _lay_out(
         raise ValueError("an empty prompt: give at least one token")
     if length.max() >= target.context_length:
         raise ValueError(
-            f"a prompt of {length.max()} tokens leaves no room in a context of {target.context_length}: shorten it"
+            f"a prompt of {length.max()} tokens leaves no room in a context of {target.context_length}: "
+            "shorten it"
         )
     budget = np.broadcast_to(np.asarray(max_tokens, np.int64), length.shape)
     if budget.min() < 1:
@@ -216,7 +242,7 @@ def _lay_out(
         row[: len(prompt)] = prompt
     if tokens.min() < 0 or tokens.max() >= target.vocab_size:
         raise ValueError(f"a token id is outside the vocabulary of {target.vocab_size}")
-    return tokens, length, limit
+    return jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit)
 
 
 _start = partial(jax.jit, static_argnames=("target", "drafter"))(start)
@@ -250,36 +276,23 @@ def _advance(
             )
         return state, _add(record, before, info), count + 1
 
-    state, record, _ = lax.while_loop(more, body, (state, record, 0))
+    state, record, _ = lax.while_loop(more, body, (state, record, jnp.int32(0)))
     return state, record
 
 
 def _add(record: Record, before: DecodeState, info: StepInfo) -> Record:
     live = ~before.done
-    capacity = before.tokens.shape[1]
+    capacity = before.context.tokens.shape[1]
     bins = jnp.arange(record.drafted.shape[1])[None]
     whole = info.verdict.num_accepted == info.num_drafted
     last = jnp.where(info.num_drafted == 0, Source.PLAIN, jnp.where(whole, Source.BONUS, Source.CORRECTED))
     source = jnp.where(bins < info.verdict.num_accepted[:, None], Source.ACCEPTED, last[:, None])
-    slots = jnp.where(bins < info.num_emitted[:, None], before.length[:, None] + bins, capacity)
+    slots = jnp.where(bins < info.num_emitted[:, None], before.context.length[:, None] + bins, capacity)
     rows = jnp.arange(slots.shape[0])[:, None]
     return Record(
         source=record.source.at[rows, slots].set(source.astype(jnp.int8), mode="drop"),
+        failed=record.failed | info.failed,
         num_steps=record.num_steps + live,
         drafted=record.drafted + (live[:, None] & (bins == info.num_drafted[:, None])),
         accepted=record.accepted + (live[:, None] & (bins == info.num_accepted[:, None])),
-    )
-
-
-def _to_generation(
-    tokens: np.ndarray, begin: int, end: int, stop_tokens: Sequence[int], record: Record
-) -> Generation:
-    decoded = tokens[begin:end].tolist()
-    return Generation(
-        tokens=decoded,
-        sources=[Source(source) for source in record.source[begin:end].tolist()],
-        stopped=bool(decoded) and decoded[-1] in stop_tokens,
-        num_steps=int(record.num_steps),
-        drafted=np.asarray(record.drafted),
-        accepted=np.asarray(record.accepted),
     )

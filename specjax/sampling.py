@@ -8,14 +8,16 @@ the request and the place in it, never on the batch around it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import ArrayLike
 
-from specjax.types import Address, Array, Key, SamplingParams
+from specjax.types import Address, Array, Context, Key, SamplingParams
 
 __all__ = ["Role", "keys_at", "make_sampling", "sample", "uniform", "warp"]
 
@@ -31,10 +33,16 @@ class Role(enum.IntEnum):
 def make_sampling(
     batch: int,
     *,
-    temperature: float | np.ndarray | list[float] = 0.0,
-    top_k: int | np.ndarray | list[int] = 0,
-    top_p: float | np.ndarray | list[float] = 1.0,
-    seed: int | np.ndarray | list[int] | None = None,
+    temperature: ArrayLike = 0.0,
+    top_k: ArrayLike = 0,
+    top_p: ArrayLike = 1.0,
+    min_p: ArrayLike = 0.0,
+    presence_penalty: ArrayLike = 0.0,
+    frequency_penalty: ArrayLike = 0.0,
+    repetition_penalty: ArrayLike = 1.0,
+    min_tokens: ArrayLike = 0,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] = (),
+    seed: ArrayLike | None = None,
 ) -> SamplingParams:
     """Makes the sampling values of a batch from single values or one value a row.
 
@@ -43,33 +51,69 @@ def make_sampling(
       temperature: at least 0; 0 is greedy.
       top_k: at least 0; the k likeliest tokens stay, ties with the last of them included; 0 keeps all.
       top_p: in (0, 1]; the smallest set of likeliest tokens with at least this mass stays, after top_k.
+      min_p: in [0, 1]; tokens at least this share as likely as the likeliest stay.
+      presence_penalty: taken off the logit of every token that was decoded before.
+      frequency_penalty: the same for each time that it was.
+      repetition_penalty: above 0; divides positive and multiplies negative logits of tokens that stand in
+        the prompt or were decoded.
+      min_tokens: at least 0; stop tokens can't come before so many tokens.
+      logit_bias: token ids to what is added to their logits, for all rows or a mapping for each.
       seed: at least 0 and below 2**32. None gives row i the seed i; one number gives it to every row.
 
     Returns:
-      :class:`SamplingParams` with arrays [B].
+      :class:`SamplingParams` with arrays [B]; biases are padded to the next power of two, 16 at least,
+      so that their number compiles few programs.
 
     Raises:
       ValueError: a value is out of its range, or a sequence isn't ``batch`` long.
     """
 
-    def column(name: str, value: object, dtype: type, good: str, ok) -> Array:
+    def column(
+        name: str, value: ArrayLike, dtype: type, good: str, low: float, high: float = np.inf
+    ) -> Array:
         array = np.asarray(value)
         if array.ndim > 1 or (array.ndim == 1 and len(array) != batch):
-            raise ValueError(f"{name} needs one value, or one for each of {batch} rows, not shape {array.shape}")
-        if not bool(np.all(ok(array))):
-            raise ValueError(f"{name} must be {good}, not {value}")
+            raise ValueError(
+                f"{name} needs one value, or one for each of {batch} rows, not shape {array.shape}"
+            )
+        if not bool(np.all((array >= low) & (array <= high) & np.isfinite(array))):
+            raise ValueError(f"{name} must be {good}, not {value!s}")
         return jnp.asarray(np.broadcast_to(array, (batch,)).astype(dtype))
 
+    above_zero = float(np.finfo(np.float32).tiny)
+    biases = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
+    if len(biases) != batch:
+        raise ValueError(f"logit_bias needs one mapping, or one for each of {batch} rows, not {len(biases)}")
+    widest = max(map(len, biases), default=0)
+    bias_tokens = np.full((batch, max(16, 1 << (widest - 1).bit_length()) if widest else 0), -1, np.int32)
+    bias_values = np.zeros(bias_tokens.shape, np.float32)
+    for row, bias in enumerate(biases):
+        bias_tokens[row, : len(bias)] = list(bias.keys())
+        bias_values[row, : len(bias)] = list(bias.values())
+    if not np.isfinite(bias_values).all() or any(token < 0 for bias in biases for token in bias):
+        raise ValueError("logit_bias must map token ids to finite numbers")
     return SamplingParams(
-        temperature=column("temperature", temperature, np.float32, "at least 0", lambda x: (x >= 0) & np.isfinite(x)),
-        top_k=column("top_k", top_k, np.int32, "at least 0", lambda x: (x >= 0) & (x < 2**31)),
-        top_p=column("top_p", top_p, np.float32, "in (0, 1]", lambda x: (x > 0) & (x <= 1)),
+        temperature=column("temperature", temperature, np.float32, "at least 0", 0),
+        top_k=column("top_k", top_k, np.int32, "at least 0", 0, 2**31 - 1),
+        top_p=column("top_p", top_p, np.float32, "in (0, 1]", above_zero, 1),
+        min_p=column("min_p", min_p, np.float32, "in [0, 1]", 0, 1),
+        presence_penalty=column("presence_penalty", presence_penalty, np.float32, "a finite number", -np.inf),
+        frequency_penalty=column(
+            "frequency_penalty", frequency_penalty, np.float32, "a finite number", -np.inf
+        ),
+        repetition_penalty=column(
+            "repetition_penalty", repetition_penalty, np.float32, "above 0", above_zero
+        ),
+        min_tokens=column("min_tokens", min_tokens, np.int32, "at least 0", 0, 2**31 - 1),
+        bias_tokens=jnp.asarray(bias_tokens),
+        bias_values=jnp.asarray(bias_values),
         seed=column(
             "seed",
             np.arange(batch) if seed is None else seed,
             np.uint32,
             "at least 0 and below 2**32",
-            lambda x: (x >= 0) & (x < 2**32),
+            0,
+            2**32 - 1,
         ),
     )
 
@@ -114,51 +158,115 @@ def sample(keys: Key, logits: Array) -> Array:
     chex.assert_equal_shape_prefix([keys, logits], keys.ndim)
     vocab_size = logits.shape[-1]
     # "high" spends two random words a value: with one, nothing rarer than 2**-23 is ever drawn.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype, mode="high"))(keys.reshape(-1))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype, mode="high"))(
+        keys.reshape(-1)
+    )
     return jnp.argmax(logits + noise.reshape(logits.shape), axis=-1).astype(jnp.int32)
 
 
-def warp(logits: Array, sampling: SamplingParams) -> Array:
+def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     """Turns a model's logits into those that tokens are drawn from.
 
-    Temperature first, then top-k, then top-p over what top-k left (the order of vLLM). Greedy rows
-    (temperature 0, or top_k 1) become one-hot at the argmax, the lowest id among equals, so that every
-    rule treats them exactly and in the same batch as sampled rows.
+    In this order, vLLM's: bias, penalties, what is forbidden (stop tokens before min_tokens, the context's
+    mask), temperature, min-p, top-k, and top-p over what these left. Greedy rows (temperature 0, or top_k
+    1) become one-hot at the argmax, the lowest id among equals, so that every rule treats them exactly and
+    in the same batch as sampled rows.
 
     Args:
-      logits: [B, T, V], any float dtype.
+      logits: [B, T, V], any float dtype; row t scores the token at position length + t, and what it may
+        depend on are the tokens before that, those past ``length`` (drafted ones) included.
       sampling: one value a row.
+      context: the text so far.
 
     Returns:
       [B, T, V] float32 (float64 stays), with -inf at tokens that cannot be drawn.
     """
     chex.assert_rank(logits, 3)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    # A batch without these options shouldn't pay for them: they are asked for while running.
+    edited = (
+        (sampling.presence_penalty != 0)
+        | (sampling.frequency_penalty != 0)
+        | (sampling.repetition_penalty != 1)
+        | (sampling.min_tokens > 0)
+    )
+    if sampling.bias_tokens.shape[1]:
+        edited |= jnp.any(sampling.bias_tokens >= 0, axis=1)
+    logits = lax.cond(jnp.any(edited), lambda x: _edit(x, sampling, context), lambda x: x, logits)
+    if context.allowed is not None:
+        logits = jnp.where(context.allowed(context, logits.shape[1]), logits, -jnp.inf)
+
     greedy = (sampling.temperature == 0) | (sampling.top_k == 1)
     temperature = jnp.where(greedy, 1, sampling.temperature).astype(logits.dtype)
-    scaled = logits / temperature[:, None, None]
-
-    top_k = jnp.where(greedy | (sampling.top_k == 0), logits.shape[-1], sampling.top_k)
-    top_p = jnp.where(greedy, 1, sampling.top_p).astype(logits.dtype)
-    # A batch without filters shouldn't pay for their searches.
+    filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     scaled = lax.cond(
-        jnp.any(top_k < logits.shape[-1]),
-        lambda x: _keep(x, jnp.ones_like(x), jnp.broadcast_to(top_k[:, None], x.shape[:2]).astype(x.dtype)),
+        jnp.any(filtered & ~greedy),
+        lambda x: _filter(x, sampling),
         lambda x: x,
-        scaled,
+        logits / temperature[:, None, None],
     )
-    scaled = lax.cond(jnp.any(top_p < 1), lambda x: _top_p(x, top_p), lambda x: x, scaled)
-
-    best = jnp.argmax(logits, axis=-1)
-    tokens = lax.broadcasted_iota(best.dtype, logits.shape, 2)
-    one_hot = jnp.where(tokens == best[..., None], 0, -jnp.inf).astype(logits.dtype)
-    return jnp.where(greedy[:, None, None], one_hot, scaled)
+    one_hot = jnp.where(_is_token(jnp.argmax(logits, axis=-1), logits.shape), 0, -jnp.inf)
+    return jnp.where(greedy[:, None, None], one_hot.astype(logits.dtype), scaled)
 
 
-def _top_p(logits: Array, top_p: Array) -> Array:
+def _edit(logits: Array, sampling: SamplingParams, context: Context) -> Array:
+    """Bias, penalties and min_tokens: what changes the argmax too."""
+    batch, count, vocab_size = logits.shape
+    rows = jnp.arange(batch)[:, None]
+    bias = jnp.zeros((batch, vocab_size), logits.dtype)
+    # Filler is sent past the end, where a scatter drops it.
+    ids = jnp.where(sampling.bias_tokens < 0, vocab_size, sampling.bias_tokens)
+    bias = bias.at[rows, ids].add(sampling.bias_values.astype(logits.dtype), mode="drop")
+    logits = logits + bias[:, None]
+
+    slots = jnp.arange(context.tokens.shape[1])[None]
+    given = slots < context.prompt_length[:, None]
+    decoded = (slots < context.length[:, None]) & ~given
+    none = jnp.zeros((batch, vocab_size), jnp.int32)
+    in_prompt = none.at[rows, context.tokens].max(given.astype(jnp.int32), mode="drop")
+    counts = none.at[rows, context.tokens].add(decoded.astype(jnp.int32), mode="drop")
+    counts = jnp.broadcast_to(counts[:, None], logits.shape)
+    place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    for i in range(count - 1):  # a drafted token counts for the positions after it
+        token = jnp.take_along_axis(context.tokens, context.length[:, None] + i, axis=1, mode="clip")
+        counts = counts + (_is_token(token, logits.shape) & (place > i))
+    seen = (counts > 0) | (in_prompt > 0)[:, None]
+
+    def each(value: Array) -> Array:
+        return value.astype(logits.dtype)[:, None, None]
+
+    repetition = each(sampling.repetition_penalty)
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits = logits - each(sampling.frequency_penalty) * counts.astype(logits.dtype)
+    logits = logits - each(sampling.presence_penalty) * (counts > 0).astype(logits.dtype)
+
+    position = context.length[:, None] + jnp.arange(count)[None] - context.prompt_length[:, None]
+    early = position < sampling.min_tokens[:, None]
+    is_stop = none.at[rows, jnp.where(context.stop_tokens < 0, vocab_size, context.stop_tokens)].set(
+        1, mode="drop"
+    )
+    return jnp.where(early[:, :, None] & (is_stop > 0)[:, None], -jnp.inf, logits)
+
+
+def _filter(logits: Array, sampling: SamplingParams) -> Array:
+    """Min-p, top-k and top-p."""
+    top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    logits = jnp.where((min_p > 0) & (logits < best + jnp.log(min_p).astype(logits.dtype)), -jnp.inf, logits)
+
+    vocab_size = logits.shape[-1]
+    goal = jnp.where(top_k == 0, vocab_size, jnp.minimum(top_k, vocab_size)).astype(logits.dtype)
+    kept = _keep(logits, jnp.ones_like(logits), jnp.broadcast_to(goal[..., 0], logits.shape[:2]))
+    logits = jnp.where(top_k > 0, kept, logits)
+
     mass = jax.nn.softmax(logits, axis=-1)
-    kept = _keep(logits, mass, top_p[:, None] * jnp.sum(mass, axis=-1))
-    return jnp.where(top_p[:, None, None] < 1, kept, logits)
+    kept = _keep(logits, mass, top_p[..., 0].astype(logits.dtype) * jnp.sum(mass, axis=-1))
+    return jnp.where(top_p < 1, kept, logits)
+
+
+def _is_token(tokens: Array, shape: tuple[int, ...]) -> Array:
+    """Where the vocabulary's index is ``tokens`` [B, T], as booleans of ``shape`` [B, T, V]."""
+    return lax.broadcasted_iota(tokens.dtype, shape, len(shape) - 1) == tokens[..., None]
 
 
 def _keep(logits: Array, weights: Array, goal: Array) -> Array:
@@ -172,7 +280,7 @@ def _keep(logits: Array, weights: Array, goal: Array) -> Array:
     # Negative floats order backwards as integers: flipping all but their sign mends that.
     order = raw ^ (lax.shift_right_arithmetic(raw, integer.type(bits - 1)) & jnp.iinfo(integer).max)
 
-    def narrow(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # weight(order >= low) reaches the goal, weight(order >= high) does not
         middle = (low & high) + lax.shift_right_arithmetic(low ^ high, integer.type(1))  # no overflow
         reached = jnp.sum(jnp.where(order >= middle[..., None], weights, 0), axis=-1) >= goal

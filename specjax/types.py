@@ -27,8 +27,10 @@ import jax
 
 __all__ = [
     "Address",
+    "Allowed",
     "Array",
     "Cache",
+    "Context",
     "DecodeState",
     "Draft",
     "Drafter",
@@ -106,7 +108,30 @@ class SamplingParams:
     temperature: Array  # [B] float32 >= 0; 0 is greedy
     top_k: Array  # [B] int32; the k likeliest tokens stay; 0 keeps all
     top_p: Array  # [B] float32 in (0, 1]; the smallest set of at least this mass stays
+    min_p: Array  # [B] float32 in [0, 1]; tokens of at least this share of the likeliest one's stay
+    presence_penalty: Array  # [B] float32, off the logits of tokens decoded before
+    frequency_penalty: Array  # [B] float32, the same for each time they were
+    repetition_penalty: Array  # [B] float32 > 0, divides the logits of tokens in prompt or output
+    min_tokens: Array  # [B] int32; stop tokens are forbidden before so many are decoded
+    bias_tokens: Array  # [B, N] int32 ids whose logits get a bias; -1 is filler
+    bias_values: Array  # [B, N] float32
     seed: Array  # [B] uint32; the only source of the row's randomness
+
+
+Allowed = Callable[["Context", int], Array]
+"""``allowed(context, T)`` -> [B, T, V] bool: which tokens may stand at length, length + 1, ..."""
+
+
+@pytree
+class Context:
+    """The text of each row: what a drafter reads, and what the warp may depend on."""
+
+    tokens: Array  # [B, S] int32: the prompt and what was decoded, then filler
+    length: Array  # [B] int32 >= 1: live tokens, the newest included
+    prompt_length: Array  # [B] int32: how many of these were given
+    stop_tokens: Array  # [B, E] int32: ids that end a row; -1 is filler
+    # A pure function of the context that constrains what is decoded; None allows everything.
+    allowed: Allowed | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @pytree
@@ -132,8 +157,8 @@ class Drafter(Protocol):
         """Whether every draft has K tokens, so that a step needs only one width."""
         ...
 
-    def init(self, params: Params, tokens: Array, length: Array) -> Any:
-        """Reads the prompts, ``tokens`` [B, S] with ``length`` [B], into a first state."""
+    def init(self, params: Params, context: Context) -> Any:
+        """Reads the prompts into a first state."""
         ...
 
     def propose(
@@ -141,11 +166,10 @@ class Drafter(Protocol):
         params: Params,
         draft_keys: Callable[[Array], Key],
         state: Any,
-        tokens: Array,
-        length: Array,
+        context: Context,
         sampling: SamplingParams,
     ) -> tuple[Draft, Any]:
-        """Proposes what follows ``tokens`` [B, S] up to ``length`` [B].
+        """Proposes what follows the context's live tokens.
 
         ``draft_keys(i)`` gives the keys [B] that the i-th token, from 0, is drawn with.
         """
@@ -189,11 +213,9 @@ class Rule:
 class DecodeState:
     """A batch in the middle of decoding: all that a step needs, and nothing that it only reports."""
 
-    tokens: Array  # [B, S] int32: the prompt and what was decoded, then filler
-    length: Array  # [B] int32 >= 1: live tokens, the newest included
+    context: Context
     limit: Array  # [B] int32 <= S - K - 1: the length at which the row must end
-    done: Array  # [B] bool: the row met a stop token or its limit; it no longer changes
-    stop_tokens: Array  # [B, E] int32: ids that end a row; -1 is filler
+    done: Array  # [B] bool: the row met a stop token or its limit, or failed; it no longer changes
     sampling: SamplingParams
     target_cache: Cache
     draft_state: Any
@@ -206,5 +228,6 @@ class StepInfo:
     num_drafted: Array  # [B] int32: tokens that the target was asked to verify
     num_accepted: Array  # [B] int32: how many of these the rule kept
     num_emitted: Array  # [B] int32: tokens added to the row, after stops and limits; 0 if it was done
+    failed: Array  # [B] bool: the target's logits are no numbers; the row ends here, without a token
     verdict: Verdict
     draft: Draft

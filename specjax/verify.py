@@ -69,8 +69,8 @@ def block(address: Address, draft: Draft, target_logits: Array) -> Verdict:
     prefixes = prefixes.T  # [B, K]: P_1 .. P_K
 
     # Token i is followed by the distributions of token i+1; the last has none and h = P there.
-    following = jax.tree.map(lambda x: x[:, 1:], (draft.tokens, draft.logits))
-    leftover = _leftover(prefixes[:, :-1], *following, target_logits[:, 1:-1])
+    following = None if draft.logits is None else draft.logits[:, 1:]
+    leftover = _leftover(prefixes[:, :-1], draft.tokens[:, 1:], following, target_logits[:, 1:-1])
     inner = leftover / jnp.where(leftover > 0, leftover + 1 - prefixes[:, :-1], 1)
     inner = jnp.pad(inner, ((0, 0), (0, min(1, ratios.shape[1]))))
     index = jnp.arange(ratios.shape[1])
@@ -176,7 +176,9 @@ def _leftover(prefixes: Array, tokens: Array, draft_logits: Array | None, target
     if draft_logits is None:  # only the drafted token loses anything, and it loses all
         return prefixes * (1 - jnp.exp(_log_prob(target_logits, tokens)))
     target = jax.nn.softmax(target_logits, axis=-1)
-    return jnp.sum(jnp.maximum(prefixes[..., None] * target - jax.nn.softmax(draft_logits, axis=-1), 0), axis=-1)
+    return jnp.sum(
+        jnp.maximum(prefixes[..., None] * target - jax.nn.softmax(draft_logits, axis=-1), 0), axis=-1
+    )
 
 
 def _masked(accept_probs: Array, lengths: Array) -> Array:
@@ -197,7 +199,12 @@ def _leading(passed: Array) -> Array:
 
 
 def _finish(
-    address: Address, draft: Draft, target_logits: Array, accept_probs: Array, num_accepted: Array, scale: Array
+    address: Address,
+    draft: Draft,
+    target_logits: Array,
+    accept_probs: Array,
+    num_accepted: Array,
+    scale: Array,
 ) -> Verdict:
     next_logits = residual_logits(draft, target_logits, num_accepted, scale)
     next_token = sample(keys_at(address, num_accepted, Role.SAMPLE), next_logits)

@@ -9,7 +9,7 @@ import chex
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.types import Array, Draft, Key, Params, SamplingParams
+from specjax.types import Array, Context, Draft, Key, Params, SamplingParams
 
 __all__ = ["LookupDrafter"]
 
@@ -42,25 +42,25 @@ class LookupDrafter:
         """A row without a match drafts nothing."""
         return False
 
-    def init(self, params: Params, tokens: Array, length: Array) -> None:
+    def init(self, params: Params, context: Context) -> None:
         """There is no state: the row's own tokens are all it reads."""
-        del params, tokens, length
+        del params, context
 
     def propose(
         self,
         params: Params,
         draft_keys: Callable[[Array], Key],
         state: None,
-        tokens: Array,
-        length: Array,
+        context: Context,
         sampling: SamplingParams,
     ) -> tuple[Draft, None]:
-        """Finds the match in ``tokens`` [B, S] up to ``length`` [B] and copies what followed it.
+        """Finds the match among the context's live tokens and copies what followed it.
 
         Returns:
           A deterministic draft (no logits) with ``lengths`` K or 0, and None.
         """
         del params, draft_keys, sampling
+        tokens, length = context.tokens, context.length
         chex.assert_rank([tokens, length], [2, 1])
         capacity = tokens.shape[1]
         slots = jnp.arange(capacity)[None]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from specjax.prefill import prefill
 from specjax.sampling import sample, warp
-from specjax.types import Array, Cache, Draft, Key, Model, Params, SamplingParams
+from specjax.types import Array, Cache, Context, Draft, Key, Model, Params, SamplingParams
 
 __all__ = ["ModelDrafter"]
+
+Carry = tuple[Array, Cache, Context]  # the newest token, not yet fed
+Extended = tuple[Carry, tuple[Array, Array]]  # with a token and the logits that it was drawn from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +40,16 @@ class ModelDrafter:
         """A model can always go on."""
         return True
 
-    def init(self, params: Params, tokens: Array, length: Array) -> Cache:
-        """Prefills the draft's cache with ``tokens`` [B, S] up to ``length`` [B]."""
-        return prefill(self.model, params, tokens, length)
+    def init(self, params: Params, context: Context) -> Cache:
+        """Prefills the draft's cache with the prompts."""
+        return prefill(self.model, params, context.tokens, context.length)
 
     def propose(
         self,
         params: Params,
         draft_keys: Callable[[Array], Key],
         state: Cache,
-        tokens: Array,
-        length: Array,
+        context: Context,
         sampling: SamplingParams,
     ) -> tuple[Draft, Cache]:
         """Draws d_1 .. d_K from q under ``sampling``.
@@ -57,35 +58,39 @@ class ModelDrafter:
           params: the draft model's weights.
           draft_keys: gives the keys [B] of the i-th draw.
           state: its cache.
-          tokens: [B, S] int32.
-          length: [B] int32.
+          context: the rows so far.
           sampling: the same values that the target is warped with.
 
         Returns:
           The draft, with the warped logits [B, K, V] that its tokens were drawn from, and the cache.
         """
-        chex.assert_rank([tokens, length], [2, 1])
 
-        def extend(i: Array, cache: Cache, fed: Array, positions: Array) -> tuple[Array, Array, Cache]:
+        def extend(i: Array, cache: Cache, context: Context, fed: Array, positions: Array) -> Extended:
             output = self.model.apply(params, fed, cache, positions)
-            logits = warp(output.logits[:, -1:], sampling)[:, 0]
-            return sample(draft_keys(i), logits), logits, output.cache
+            logits = warp(output.logits[:, -1:], sampling, context)[:, 0]
+            token = sample(draft_keys(i), logits)
+            # The next draw's penalties and masks see this one.
+            context = dataclasses.replace(
+                context,
+                tokens=context.tokens.at[rows, context.length].set(token, mode="drop"),
+                length=context.length + 1,
+            )
+            return (token, output.cache, context), (token, logits)
 
-        def step(carry: tuple[Array, Cache], i: Array) -> tuple[tuple[Array, Cache], tuple[Array, Array]]:
-            token, cache = carry
-            token, logits, cache = extend(i, cache, token[:, None], length[:, None] + i - 1)
-            return (token, cache), (token, logits)
+        def step(carry: Carry, i: Array) -> Extended:
+            token, cache, context = carry
+            return extend(i, cache, context, token[:, None], context.length[:, None] - 1)
 
+        length = context.length
+        rows = jnp.arange(length.shape[0])
         # A prompt of one token has no last-but-one: feeding it twice to the same slot is harmless too.
         positions = jnp.stack([jnp.maximum(length - 2, 0), length - 1], axis=1)
-        newest_two = jnp.take_along_axis(tokens, positions, axis=1)
-        token, logits, cache = extend(jnp.int32(0), state, newest_two, positions)
-        (_, cache), rest = lax.scan(step, (token, cache), jnp.arange(1, self.num_draft_tokens))
+        newest_two = jnp.take_along_axis(context.tokens, positions, axis=1)
+        carry, first = extend(jnp.int32(0), state, context, newest_two, positions)
+        (_, cache, _), rest = lax.scan(step, carry, jnp.arange(1, self.num_draft_tokens))
 
         drafted, draft_logits = jax.tree.map(
-            lambda first, later: jnp.concatenate([first[:, None], jnp.moveaxis(later, 0, 1)], axis=1),
-            (token, logits),
-            rest,
+            lambda one, later: jnp.concatenate([one[:, None], jnp.moveaxis(later, 0, 1)], axis=1), first, rest
         )
         lengths = jnp.full_like(length, self.num_draft_tokens)
         return Draft(drafted, draft_logits, lengths), cache

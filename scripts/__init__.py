@@ -1,0 +1,1 @@
+"""The jobs of the command line, one file each: ``specjax NAME`` runs ``NAME.py``."""

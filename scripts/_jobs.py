@@ -1,0 +1,131 @@
+"""What the jobs that decode share: the options, and turning them into models and a drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.scripts import _cli
+
+__all__ = ["Decoder", "DecoderOptions", "load_decoder", "spec_bench"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOptions:
+    """The target, and how it is speculated for."""
+
+    model: str = "smollm2"
+    """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
+    draft: str = "lookup"
+    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, or 'none'."""
+    num_speculative_tokens: int = 5
+    """Drafted tokens a step."""
+    prompt_lookup_min: int = 2
+    """Shortest n-gram that --draft lookup matches."""
+    prompt_lookup_max: int = 4
+    """Longest n-gram that --draft lookup matches."""
+    rule: Literal["token", "block", "coupled"] = "token"
+    """How drafts are judged where temperature is above 0; the output's law is the target's under each."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What weights are kept and multiplied in."""
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"--num-speculative-tokens must be at least 1, not {self.num_speculative_tokens}; "
+                "plain decoding is --draft none"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ValueError("--prompt-lookup-min must be at least 1 and at most --prompt-lookup-max")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A loaded target with its drafter."""
+
+    options: DecoderOptions
+    loaded: Any  # specjax.models.load.LoadedModel
+    drafter: Any
+    draft_params: Any
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+        return self.loaded.tokenizer
+
+    def arguments(self, *, speculative: bool = True) -> dict[str, Any]:
+        """The arguments that ``generate`` and ``stream`` take from here."""
+        return dict(
+            target=self.loaded.model,
+            target_params=self.loaded.params,
+            drafter=self.drafter if speculative else None,
+            draft_params=self.draft_params if speculative else None,
+            rule=self.options.rule,
+            stop_tokens=self.tokenizer.eos_ids,
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        """The ids of a bare prompt; ValueError if there are none."""
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: give some text")
+        return ids
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The ids of a conversation up to where the assistant speaks; ValueError if that can't be made."""
+        if self.loaded.chat_template is None:
+            raise ValueError(f"{self.loaded.name} has no chat template: give a bare prompt")
+        return self.encode(self.loaded.chat_template.render(messages))
+
+
+def load_decoder(options: DecoderOptions) -> Decoder:
+    """Loads what the options name.
+
+    Raises:
+      UsageError: a file is missing or damaged, or the draft speaks another vocabulary.
+    """
+    # Here, so that --help needn't wait for them.
+    from specjax.drafters import LookupDrafter, ModelDrafter
+    from specjax.models.load import load_model
+    from specjax.models.tokenizer import check_same_vocabulary
+
+    _cli.start()
+    with _cli.blame_input(OSError, ValueError):
+        loaded = load_model(options.model, options.dtype)
+        if options.draft == "none":
+            return Decoder(options, loaded, None, None)
+        if options.draft == "lookup":
+            drafter = LookupDrafter(
+                options.num_speculative_tokens, options.prompt_lookup_min, options.prompt_lookup_max
+            )
+            return Decoder(options, loaded, drafter, None)
+        # The target as its own draft needs no second copy of the weights.
+        draft = loaded if options.draft == options.model else load_model(options.draft, options.dtype)
+        check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
+        return Decoder(
+            options, loaded, ModelDrafter(draft.model, options.num_speculative_tokens), draft.params
+        )
+
+
+def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:
+    """The Spec-Bench prompts of some tasks (all if none is named), the first few of each.
+
+    Returns:
+      Dicts with ``id``, ``task`` and ``messages`` (the first turn).
+    """
+    path = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
+    counts: dict[str, int] = {}
+    prompts = []
+    for row in map(json.loads, path.read_text().splitlines()):
+        task = row["task"]
+        counts[task] = counts.get(task, 0) + 1
+        if (not tasks or task in tasks) and (per_task is None or counts[task] <= per_task):
+            messages = [{"role": "user", "content": row["turns"][0]}]
+            prompts.append({"id": f"{task}-{row['question_id']}", "task": task, "messages": messages})
+    unknown = set(tasks) - counts.keys()
+    if unknown:
+        raise ValueError(f"no task is named {min(unknown)!r}; there are {', '.join(counts)}")
+    return prompts

@@ -1,0 +1,202 @@
+"""Answer a JSONL file of requests, in the OpenAI batch form.
+
+    specjax spec-bench > prompts.jsonl
+    specjax batch -i prompts.jsonl -o answers.jsonl
+
+Exit codes: 0 all lines answered, 2 nothing could be started, 3 finished, with an error in some lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import tyro
+
+from specjax.engine.requests import Request, RequestError, error_line, parse_request, response_line
+from specjax.scripts import _cli, _jobs
+
+# Requests are sorted by length within so many batches: like lengths finish together, and the file is
+# still never read whole.
+WINDOW = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_jobs.DecoderOptions):
+    """A file of requests and how to answer it."""
+
+    input: Annotated[Path, tyro.conf.arg(aliases=["-i"])] = Path("-")
+    """The requests; '-' is standard input."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("-")
+    """The answers, in the order in which they are done; '-' is standard output."""
+    overwrite: bool = False
+    """Replace the output if it is there."""
+    batch_size: int = 8
+    """Rows decoded at a time."""
+    max_tokens: int = 128
+    """For requests that don't say."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclasses.dataclass
+class Totals:
+    """What the job has done so far."""
+
+    answered: int = 0
+    refused: int = 0
+    tokens: int = 0
+    row_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answers every line that can be answered, and says on the others what is wrong with them."""
+    config = _cli.parse(Config, argv, __doc__)
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with contextlib.ExitStack() as stack:
+        with _cli.blame_input(OSError):
+            source = _open(stack, config.input, "r")
+            if config.output != Path("-") and config.output.exists() and not config.overwrite:
+                _cli.fail(f"{config.output} is there already: move it away, or give --overwrite")
+        decoder = _jobs.load_decoder(config)
+        with _cli.blame_input(OSError):
+            sink = _open(stack, config.output, "w")
+        columns = (
+            TextColumn("answered"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+        task = progress.add_task("", total=None)
+        totals, begin, seen = Totals(), time.perf_counter(), set[str]()
+        numbered = enumerate(source, start=1)
+        while window := list(itertools.islice(numbered, WINDOW * config.batch_size)):
+            ready = []
+            for number, line in window:
+                if not line.strip():
+                    continue
+                try:
+                    ready.append(_prepare(parse_request(line), seen, decoder, config))
+                except RequestError as error:
+                    totals.refused += 1
+                    print(error_line(error, number), file=sink, flush=True)
+            ready.sort(key=lambda pair: len(pair[1]))
+            for first in range(0, len(ready), config.batch_size):
+                _answer(ready[first : first + config.batch_size], decoder, config, sink, totals)
+                rate = totals.tokens / (time.perf_counter() - begin)
+                progress.update(task, completed=totals.answered, description=f"{rate:.1f} tokens/s")
+        progress.update(task, total=totals.answered)
+    _summarize(totals, time.perf_counter() - begin)
+    return 3 if totals.refused else 0
+
+
+def _open(stack: contextlib.ExitStack, path: Path, mode: str) -> IO[str]:
+    if path == Path("-"):
+        return sys.stdin if mode == "r" else sys.stdout
+    # A byte that is no UTF-8 costs its own line: it can't be JSON with the replacement in a key, or is text.
+    return stack.enter_context(
+        path.open(mode, encoding="utf-8", errors="replace" if mode == "r" else "strict")
+    )
+
+
+def _prepare(
+    request: Request, seen: set[str], decoder: _jobs.Decoder, config: Config
+) -> tuple[Request, list[int]]:
+    """The request's ids; a RequestError if it can't be answered by this job."""
+    try:
+        if request.custom_id in seen:
+            raise ValueError("custom_id was used by an earlier line")
+        seen.add(request.custom_id)
+        if request.model not in (config.model, decoder.loaded.name):
+            raise ValueError(f"model {request.model!r} is not served here; {config.model!r} is")
+        ids = (
+            decoder.encode(request.prompt)
+            if isinstance(request.prompt, str)
+            else decoder.encode_chat(request.prompt)
+        )
+        context = decoder.loaded.model.context_length
+        if len(ids) >= context:
+            raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}")
+        return request, ids
+    except ValueError as error:
+        raise RequestError(str(error), request.custom_id) from None
+
+
+def _answer(
+    batch: list[tuple[Request, list[int]]],
+    decoder: _jobs.Decoder,
+    config: Config,
+    sink: IO[str],
+    totals: Totals,
+) -> None:
+    from specjax.generate import generate
+    from specjax.sampling import make_sampling
+
+    requests = [request for request, _ in batch]
+    # The last batch is filled up to the shape that is compiled already, with rows that end at once.
+    missing = config.batch_size - len(batch)
+
+    def column(name: str, filler: Any) -> list[Any]:
+        return [getattr(request, name) for request in requests] + [filler] * missing
+
+    results = generate(
+        prompts=[ids for _, ids in batch] + [[0]] * missing,
+        max_tokens=[request.max_tokens or config.max_tokens for request in requests] + [1] * missing,
+        sampling=make_sampling(
+            config.batch_size,
+            temperature=column("temperature", 0.0),
+            top_k=column("top_k", 0),
+            top_p=column("top_p", 1.0),
+            seed=column("seed", 0),
+        ),
+        **decoder.arguments(),
+    )
+    for (request, ids), result in zip(batch, results, strict=False):
+        line = response_line(
+            request,
+            decoder.tokenizer.decode(result.tokens),
+            stopped=result.stopped,
+            usage={"prompt_tokens": len(ids), "completion_tokens": len(result.tokens)},
+            speculation={
+                "num_spec_steps": result.num_steps,
+                "num_draft_tokens": result.num_draft_tokens,
+                "num_accepted_draft_tokens": result.num_accepted_tokens,
+                "acceptance_histogram": result.accepted.tolist(),
+            },
+        )
+        print(line, file=sink, flush=True)
+        totals.answered += 1
+        totals.tokens += len(result.tokens)
+        totals.row_steps += result.num_steps
+        totals.drafted += result.num_draft_tokens
+        totals.accepted += result.num_accepted_tokens
+
+
+def _summarize(totals: Totals, seconds: float) -> None:
+    print(
+        f"{totals.answered} answered, {totals.refused} refused, {totals.tokens} tokens in {seconds:.1f} s "
+        f"({totals.tokens / seconds:.1f} tokens/s, compiling included), "
+        f"{totals.tokens / max(totals.row_steps, 1):.2f} tokens a step, "
+        f"{totals.accepted} of {totals.drafted} drafted tokens accepted",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(_cli.run(main))

@@ -1,0 +1,105 @@
+"""Decode a few prompts plainly and speculatively, compare, and show where each token came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+
+from specjax.scripts import _cli, _jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_jobs.DecoderOptions):
+    """What to show."""
+
+    max_tokens: int = 96
+    """Tokens decoded for each prompt."""
+
+
+CODE = """def area(shape):
+    if shape.kind == "circle":
+        return 3.14159 * shape.radius ** 2
+    if shape.kind == "square":
+        return shape.side ** 2
+    raise ValueError(shape.kind)
+"""
+PROMPTS = {
+    "copying": f"Repeat this Python code exactly, then explain it in one sentence:\n\n{CODE}",
+    "summarizing": "Summarize in two sentences: The Amazon is a river in South America. The Amazon carries "
+    "more water than any other river. The basin of the Amazon holds the largest rainforest in the world, and "
+    "the rainforest holds one in ten known species. Rain that falls in the basin of the Amazon reaches the "
+    "Atlantic within weeks.",
+    "inventing": "Write a short poem about a lighthouse.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the texts, coloured, and a table; exit code 1 if any output differs."""
+    config = _cli.parse(Config, argv, __doc__)
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from specjax.generate import Generation, Source, generate
+
+    styles = {
+        Source.PLAIN: "default",
+        Source.ACCEPTED: "bold green",
+        Source.CORRECTED: "yellow",
+        Source.BONUS: "cyan",
+    }
+    console = Console(highlight=False)
+    console.print(
+        f"Loading {config.model} and compiling; this takes a minute or two the first time.", style="dim"
+    )
+    decoder = _jobs.load_decoder(config)
+    prompts = {
+        name: decoder.encode_chat([{"role": "user", "content": text}]) for name, text in PROMPTS.items()
+    }
+
+    def decode(ids: list[int], *, speculative: bool) -> tuple[Generation, float]:
+        begin = time.perf_counter()
+        (result,) = generate(
+            prompts=[ids], max_tokens=config.max_tokens, **decoder.arguments(speculative=speculative)
+        )
+        return result, time.perf_counter() - begin
+
+    for speculative in (False, True):
+        decode(max(prompts.values(), key=len), speculative=speculative)  # compiles
+
+    legend = Text("each token: ").append("drafted and accepted", styles[Source.ACCEPTED]).append(", ")
+    legend.append("corrected after a rejection", styles[Source.CORRECTED]).append(", ")
+    legend.append("bonus after a whole draft", styles[Source.BONUS]).append(", plain (nothing was drafted)")
+    console.print(legend)
+    table = Table(
+        "prompt", "plain, tokens/s", "speculative, tokens/s", "tokens a step", "drafts accepted", "identical"
+    )
+    all_same = True
+    for name, ids in prompts.items():
+        plain, plain_time = decode(ids, speculative=False)
+        fast, fast_time = decode(ids, speculative=True)
+        same = plain.tokens == fast.tokens
+        all_same &= same
+        text = Text()
+        for token, source in zip(fast.tokens, fast.sources, strict=True):
+            # A character that straddles two tokens shows as a mark here; the output itself is whole.
+            text.append(decoder.tokenizer.decode([token]), styles[source])
+        console.rule(name)
+        console.print(text)
+        table.add_row(
+            name,
+            f"{len(plain.tokens) / plain_time:.1f}",
+            f"{len(fast.tokens) / fast_time:.1f}",
+            f"{fast.mean_acceptance_length:.2f}",
+            f"{fast.draft_acceptance_rate:.0%}",
+            "yes" if same else "no",
+        )
+    console.print(table)
+    console.print(f"outputs identical: {'yes' if all_same else 'no'}", style="bold")
+    return 0 if all_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_cli.run(main))

@@ -1,0 +1,137 @@
+"""A key-value cache of fixed size, whose slots are addressed by position.
+
+The cache holds no length. Position ``i`` of a row lives in slot ``i`` for good, a query at position
+``i`` sees the slots ``<= i``, and so taking tokens back costs nothing: the next forward is given
+smaller positions, what it sees ends there, and what it writes replaces the stale slots before any
+later query reaches them. Stale slots are masked, never zeroed: a zeroed key would still take its
+share of the softmax.
+
+Two layouts, one behaviour. Unrolled layers keep an array a layer, since XLA would copy a layer out of a
+stacked array each time it is read; scanned layers need the stacked one, and carry it through the scan.
+In both the slots of one head lie together, ``[.., KV, S, Dh]``, which attention reads as it stands.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Array, pytree
+
+__all__ = ["KVCache", "capacity", "init_cache", "mask", "read", "write"]
+
+
+@pytree
+class KVCache:
+    """Keys (already rotated) and values of ``S`` positions a row."""
+
+    keys: Array | tuple[Array, ...]  # L arrays [B, KV, S, Dh], or one [L, B, KV, S, Dh]
+    values: Array | tuple[Array, ...]  # laid out as the keys
+
+
+def init_cache(
+    num_layers: int,
+    batch: int,
+    num_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    stacked: bool = False,
+) -> KVCache:
+    """Makes an empty cache; its zeros are never read, since no position is live yet.
+
+    Args:
+      num_layers: L.
+      batch: B.
+      num_kv_heads: KV.
+      capacity: S, the number of positions a row can hold.
+      head_dim: Dh.
+      dtype: what keys and values are stored as.
+      stacked: one array over all layers, for layers that are scanned.
+
+    Returns:
+      A cache whose buffers are all distinct, so that it can be donated.
+
+    Raises:
+      ValueError: a size is below 1.
+    """
+    sizes = dict(
+        num_layers=num_layers, batch=batch, num_kv_heads=num_kv_heads, capacity=capacity, head_dim=head_dim
+    )
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    shape = (batch, num_kv_heads, capacity, head_dim)
+    if stacked:
+        return KVCache(*(jnp.zeros((num_layers, *shape), dtype) for _ in range(2)))
+    return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2)))
+
+
+def capacity(cache: KVCache) -> int:
+    """Returns S, the number of slots a row."""
+    return jax.tree.leaves(cache)[0].shape[-2]
+
+
+def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positions: Array) -> KVCache:
+    """Stores the keys and values of one layer, each at the slot of its position.
+
+    A scatter, not ``dynamic_update_slice``: the latter clamps its start, so that a block reaching past
+    the end would shift back over live slots. Here what lies past the end is dropped, the rest written.
+
+    Args:
+      cache: with layers of [B, KV, S, Dh].
+      layer: which layer; a traced index only where the cache is stacked.
+      keys: [B, T, KV, Dh].
+      values: [B, T, KV, Dh].
+      positions: [B, T] int32 >= 0; those >= S are dropped.
+
+    Returns:
+      The cache with that layer's slots replaced, in place where the buffers may be reused.
+    """
+    chex.assert_rank([keys, values, positions], [4, 4, 2])
+    chex.assert_equal_shape([keys, values])
+    chex.assert_equal_shape_prefix([keys, positions], 2)
+    rows = jnp.arange(positions.shape[0])[:, None]
+
+    def put(buffer: Array | tuple[Array, ...], block: Array) -> Array | tuple[Array, ...]:
+        if isinstance(buffer, tuple):
+            assert isinstance(layer, int), "unrolled layers are counted in Python"
+            slots = buffer[layer]
+            slots = slots.at[rows, :, positions].set(block.astype(slots.dtype), mode="drop")
+            return (*buffer[:layer], slots, *buffer[layer + 1 :])
+        return buffer.at[layer, rows, :, positions].set(block.astype(buffer.dtype), mode="drop")
+
+    return KVCache(keys=put(cache.keys, keys), values=put(cache.values, values))
+
+
+def read(cache: KVCache, layer: int | Array) -> tuple[Array, Array]:
+    """Returns the keys and values of one layer, each [B, KV, S, Dh]."""
+    if isinstance(cache.keys, tuple) and isinstance(cache.values, tuple):
+        assert isinstance(layer, int), "unrolled layers are counted in Python"
+        return cache.keys[layer], cache.values[layer]
+    keys, values = (
+        jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (cache.keys, cache.values)
+    )
+    return keys, values
+
+
+def mask(positions: Array, capacity: int) -> Array:
+    """Says which slots each query sees: those up to its own position.
+
+    For queries at positions 0, 1 and 3 of a row in a cache of four slots::
+
+      1 0 0 0
+      1 1 0 0
+      1 1 1 1
+
+    Args:
+      positions: [B, T] int32.
+      capacity: S.
+
+    Returns:
+      [B, T, S] bool.
+    """
+    chex.assert_rank(positions, 2)
+    return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]

@@ -1,0 +1,17 @@
+"""How every test runs: eight CPU devices, JAX's strict switches on, compiled programs kept between runs."""
+
+import os
+
+# JAX reads these when it is first imported, so they come before it (and reach the tests' child processes).
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu, where it is installed, looks for a TPU even so
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import jax
+
+from specjax.scripts import _cli
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_debug_key_reuse", True)
+_cli.start()
