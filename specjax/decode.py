@@ -107,16 +107,16 @@ def speculative_step(
 
     judge = partial(_judge, state, target_params, draft, target=target, rule=rule)
     if drafter.always_full:
-        verdict, failed, features, cache = judge(state.target_cache, width=drafter.num_draft_tokens)
+        verdict, num_sound, features, cache = judge(state.target_cache, width=drafter.num_draft_tokens)
     else:
-        verdict, failed, features, cache = lax.cond(
+        verdict, num_sound, features, cache = lax.cond(
             jnp.any(draft.lengths > 0),
             partial(judge, width=drafter.num_draft_tokens),
             partial(judge, width=0),
             state.target_cache,
         )
     draft_state = drafter.accept(draft_state, verdict.num_accepted, features)
-    return _commit(state, draft, verdict, failed, cache, draft_state)
+    return _commit(state, draft, verdict, num_sound, cache, draft_state)
 
 
 def autoregressive_step(
@@ -137,10 +137,10 @@ def autoregressive_step(
     """
     batch = state.done.shape[0]
     draft = Draft(jnp.zeros((batch, 0), jnp.int32), None, jnp.zeros(batch, jnp.int32))
-    verdict, failed, _, cache = _judge(
+    verdict, num_sound, _, cache = _judge(
         state, target_params, draft, state.target_cache, width=0, target=target, rule=rule
     )
-    return _commit(state, draft, verdict, failed, cache, state.draft_state)
+    return _commit(state, draft, verdict, num_sound, cache, state.draft_state)
 
 
 def _judge(
@@ -153,7 +153,10 @@ def _judge(
     target: Model,
     rule: Rule,
 ) -> tuple[Verdict, Array, Array | None, Cache]:
-    """Scores the newest token and the first ``width`` drafted ones, and has the rule judge them."""
+    """Scores the newest token and the first ``width`` drafted ones, and has the rule judge them.
+
+    The second value [B] counts the rows of logits, from the first, that are numbers.
+    """
     length = state.context.length[:, None]
     slots = length + jnp.arange(width)[None]
     # The warp sees the drafted tokens where they would stand.
@@ -165,7 +168,8 @@ def _judge(
         [jnp.take_along_axis(context.tokens, positions[:, :1], axis=1), draft.tokens[:, :width]], axis=1
     )
     output = target.apply(target_params, fed, cache, positions)
-    failed = jnp.any(jnp.isnan(output.logits), axis=(1, 2))
+    broken = jnp.isnan(jnp.max(output.logits, axis=2))  # a maximum with a NaN is one
+    num_sound = jnp.sum(jnp.cumsum(broken, axis=1) == 0, axis=1, dtype=jnp.int32)
     logits = warp(output.logits, state.sampling, context)
 
     narrow = Draft(
@@ -180,27 +184,29 @@ def _judge(
     features = output.features
     if features is not None:
         features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
-    return dataclasses.replace(verdict, accept_probs=accept_probs), failed, features, output.cache
+    return dataclasses.replace(verdict, accept_probs=accept_probs), num_sound, features, output.cache
 
 
 def _commit(
     state: DecodeState,
     draft: Draft,
     verdict: Verdict,
-    failed: Array,
+    num_sound: Array,
     target_cache: Cache,
     draft_state: object,
 ) -> tuple[DecodeState, StepInfo]:
-    """Appends what stood, cut at the first stop token and at the limit; rolls back by not counting."""
+    """Appends what stood, cut at the first stop token; rolls back by not counting."""
     context = state.context
     capacity = context.tokens.shape[1]
     index = jnp.arange(draft.tokens.shape[1] + 1)[None]
     drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
     tokens = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], drafted)
 
-    within = index < jnp.minimum(verdict.num_accepted + 1, state.limit - context.length)[:, None]
-    failed = failed & ~state.done
-    within &= ~(state.done | failed)[:, None]
+    # Where the target's logits stop being numbers the row ends, as plain decoding would end there: what
+    # was accepted before stands. (What is no number behind a rejected token, nobody would have seen.)
+    failed = (verdict.num_accepted >= num_sound) & ~state.done
+    count = jnp.where(failed, num_sound, verdict.num_accepted + 1)
+    within = (index < count[:, None]) & ~state.done[:, None]
     stops = within & jnp.any(tokens[:, :, None] == context.stop_tokens[:, None, :], axis=2)
     # A token is emitted if no stop stands before it; the stop itself is the row's last token.
     emitted = within & (jnp.cumsum(stops, axis=1) - stops == 0)

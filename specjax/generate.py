@@ -35,7 +35,7 @@ from specjax.types import (
 )
 from specjax.verify import RULES
 
-__all__ = ["Decoding", "Generation", "Record", "Source", "generate", "stream"]
+__all__ = ["Decoding", "Generation", "Record", "Source", "generate", "lay_out", "stream"]
 
 
 class Source(enum.IntEnum):
@@ -133,9 +133,17 @@ class Decoding:
             raise ValueError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
         batch = len(prompts)
         num_draft_tokens = 0 if drafter is None else drafter.num_draft_tokens
-        tokens, length, limit = _lay_out(target, prompts, max_tokens, num_draft_tokens)
+        tokens, length, limit = lay_out(target, prompts, max_tokens, num_draft_tokens)
         sampling = make_sampling(batch) if sampling is None else sampling
         all_greedy = bool(np.all((np.asarray(sampling.temperature) == 0) | (np.asarray(sampling.top_k) == 1)))
+        if sampling.seed.shape != (batch,):
+            raise ValueError(
+                f"sampling has {sampling.seed.shape[0]} rows, not one for each of {batch} prompts"
+            )
+        if sampling.bias_tokens.size and int(sampling.bias_tokens.max()) >= target.vocab_size:
+            raise ValueError(f"logit_bias has a token outside the vocabulary of {target.vocab_size}")
+        if rule == "greedy" and not all_greedy:
+            raise ValueError("rule 'greedy' needs temperature 0 or top_k 1 in every row; take another")
         self._static = dict(target=target, drafter=drafter)
         self._rule = RULES["greedy" if all_greedy else rule]
         self._params = (target_params, draft_params)
@@ -217,7 +225,7 @@ def stream(
         yield decoding.rows()[0]
 
 
-def _lay_out(
+def lay_out(
     target: Model, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_draft_tokens: int
 ) -> tuple[Array, Array, Array]:
     """Checks the prompts and packs them into [B, S], S a power of two; with length and limit [B]."""

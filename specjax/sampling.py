@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 
 from specjax.types import Address, Array, Context, Key, SamplingParams
 
-__all__ = ["Role", "keys_at", "make_sampling", "sample", "uniform", "warp"]
+__all__ = ["Role", "argmax", "is_token", "keys_at", "make_sampling", "sample", "uniform", "warp"]
 
 
 class Role(enum.IntEnum):
@@ -80,7 +80,7 @@ def make_sampling(
             raise ValueError(f"{name} must be {good}, not {value!s}")
         return jnp.asarray(np.broadcast_to(array, (batch,)).astype(dtype))
 
-    above_zero = float(np.finfo(np.float32).tiny)
+    tiny = float(np.finfo(np.float32).tiny)
     biases = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
     if len(biases) != batch:
         raise ValueError(f"logit_bias needs one mapping, or one for each of {batch} rows, not {len(biases)}")
@@ -95,15 +95,13 @@ def make_sampling(
     return SamplingParams(
         temperature=column("temperature", temperature, np.float32, "at least 0", 0),
         top_k=column("top_k", top_k, np.int32, "at least 0", 0, 2**31 - 1),
-        top_p=column("top_p", top_p, np.float32, "in (0, 1]", above_zero, 1),
+        top_p=column("top_p", top_p, np.float32, "in (0, 1]", tiny, 1),
         min_p=column("min_p", min_p, np.float32, "in [0, 1]", 0, 1),
         presence_penalty=column("presence_penalty", presence_penalty, np.float32, "a finite number", -np.inf),
         frequency_penalty=column(
             "frequency_penalty", frequency_penalty, np.float32, "a finite number", -np.inf
         ),
-        repetition_penalty=column(
-            "repetition_penalty", repetition_penalty, np.float32, "above 0", above_zero
-        ),
+        repetition_penalty=column("repetition_penalty", repetition_penalty, np.float32, "above 0", tiny),
         min_tokens=column("min_tokens", min_tokens, np.int32, "at least 0", 0, 2**31 - 1),
         bias_tokens=jnp.asarray(bias_tokens),
         bias_values=jnp.asarray(bias_values),
@@ -161,7 +159,24 @@ def sample(keys: Key, logits: Array) -> Array:
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype, mode="high"))(
         keys.reshape(-1)
     )
-    return jnp.argmax(logits + noise.reshape(logits.shape), axis=-1).astype(jnp.int32)
+    return argmax(logits + noise.reshape(logits.shape))
+
+
+def argmax(logits: Array) -> Array:
+    """The likeliest token, the lowest id among equals: [..., V] float -> [...] int32.
+
+    As two plain reductions, which XLA vectorises on a CPU, where it walks through ``jnp.argmax`` (and all
+    that is fused into it) one number at a time: a draw takes 1.0 ms in place of 2.6 at V = 49,152.
+    """
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    # Only a row with a NaN has no maximum; it still gets an id within the vocabulary.
+    return jnp.min(jnp.where(logits == best, ids, logits.shape[-1] - 1), axis=-1)
+
+
+def is_token(tokens: Array, shape: tuple[int, ...]) -> Array:
+    """Where the vocabulary's index is ``tokens`` [...], as booleans of ``shape`` [..., V]."""
+    return lax.broadcasted_iota(tokens.dtype, shape, len(shape) - 1) == tokens[..., None]
 
 
 def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
@@ -196,17 +211,21 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     if context.allowed is not None:
         logits = jnp.where(context.allowed(context, logits.shape[1]), logits, -jnp.inf)
 
-    greedy = (sampling.temperature == 0) | (sampling.top_k == 1)
+    # Below the smallest normal float a CPU may take a number for 0, and divide by it.
+    greedy = (sampling.temperature < jnp.finfo(jnp.float32).tiny) | (sampling.top_k == 1)
     temperature = jnp.where(greedy, 1, sampling.temperature).astype(logits.dtype)
     filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    # Taken off before the division, so that the smallest temperature can't overflow the best token.
+    best = jnp.max(logits, axis=-1, keepdims=True)
     scaled = lax.cond(
         jnp.any(filtered & ~greedy),
         lambda x: _filter(x, sampling),
         lambda x: x,
-        logits / temperature[:, None, None],
+        (logits - best) / temperature[:, None, None],
     )
-    one_hot = jnp.where(_is_token(jnp.argmax(logits, axis=-1), logits.shape), 0, -jnp.inf)
-    return jnp.where(greedy[:, None, None], one_hot.astype(logits.dtype), scaled)
+    never = logits.dtype.type(-jnp.inf)
+    one_hot = jnp.where(is_token(argmax(logits), logits.shape), logits.dtype.type(0), never)
+    return jnp.where(greedy[:, None, None], one_hot, scaled)
 
 
 def _edit(logits: Array, sampling: SamplingParams, context: Context) -> Array:
@@ -229,7 +248,7 @@ def _edit(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     place = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     for i in range(count - 1):  # a drafted token counts for the positions after it
         token = jnp.take_along_axis(context.tokens, context.length[:, None] + i, axis=1, mode="clip")
-        counts = counts + (_is_token(token, logits.shape) & (place > i))
+        counts = counts + (is_token(token, logits.shape) & (place > i))
     seen = (counts > 0) | (in_prompt > 0)[:, None]
 
     def each(value: Array) -> Array:
@@ -262,11 +281,6 @@ def _filter(logits: Array, sampling: SamplingParams) -> Array:
     mass = jax.nn.softmax(logits, axis=-1)
     kept = _keep(logits, mass, top_p[..., 0].astype(logits.dtype) * jnp.sum(mass, axis=-1))
     return jnp.where(top_p < 1, kept, logits)
-
-
-def _is_token(tokens: Array, shape: tuple[int, ...]) -> Array:
-    """Where the vocabulary's index is ``tokens`` [B, T], as booleans of ``shape`` [B, T, V]."""
-    return lax.broadcasted_iota(tokens.dtype, shape, len(shape) - 1) == tokens[..., None]
 
 
 def _keep(logits: Array, weights: Array, goal: Array) -> Array:

@@ -8,6 +8,7 @@ where the vocabulary is small.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float64]
+"""Float64 arrays; a scalar where no axis is left."""
 
 _RULES = ("token", "block", "coupled")
 
@@ -124,9 +126,9 @@ def expected_tokens(num_draft_tokens: npt.ArrayLike, acceptance: npt.ArrayLike) 
     """
     drafted, accept = np.asarray(num_draft_tokens, np.float64), np.asarray(acceptance, np.float64)
     if not np.all(drafted >= 0):
-        raise ValueError(f"num_draft_tokens must be at least 0, not {num_draft_tokens}")
+        raise ValueError(f"num_draft_tokens must be at least 0, not {drafted!s}")
     if not np.all((accept >= 0) & (accept <= 1)):
-        raise ValueError(f"acceptance must be in [0, 1], not {acceptance}")
+        raise ValueError(f"acceptance must be in [0, 1], not {accept!s}")
     with np.errstate(divide="ignore"):
         # expm1 keeps the digits that 1 - a^(K+1) loses near a = 1.
         kept = -np.expm1((drafted + 1) * np.log(np.where(accept < 1, accept, 0.5)))
@@ -159,7 +161,7 @@ def speedup(
     """
     drafted, draft = np.asarray(num_draft_tokens), np.asarray(draft_cost, np.float64)
     if not np.all(drafted >= 0):
-        raise ValueError(f"num_draft_tokens must be at least 0, not {num_draft_tokens}")
+        raise ValueError(f"num_draft_tokens must be at least 0, not {drafted!s}")
     if callable(verify_cost):
         costs = [verify_cost(int(k)) if k > 0 else 1.0 for k in drafted.ravel()]
         verify = np.reshape(np.asarray(costs, np.float64), drafted.shape)
@@ -223,7 +225,7 @@ def stop_probs(accept_probs: npt.ArrayLike, rule: str) -> Floats:
     check_rule(rule)
     accept = np.asarray(accept_probs, np.float64)
     if accept.ndim == 0 or not np.all((accept >= 0) & (accept <= 1)):
-        raise ValueError(f"accept_probs must be [..., K] in [0, 1], not {accept_probs}")
+        raise ValueError(f"accept_probs must be [..., K] in [0, 1], not {accept!s}")
     one = np.ones((*accept.shape[:-1], 1))
     if rule == "block":
         failed = np.cumprod((1 - accept)[..., ::-1], axis=-1)[..., ::-1]  # all from i on

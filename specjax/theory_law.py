@@ -231,7 +231,7 @@ def _judge(rule: str, tokens: npt.NDArray[np.int64], p: Floats, q: Floats) -> tu
             for i in range(num_drafted):
                 scale[:, i + 1] = np.minimum(scale[:, i] * ratios[:, i], 1)
             left = np.sum(np.maximum(scale[:, :-1, None] * target - draft, 0), axis=-1)  # S_0 .. S_{K-1}
-            inner = left / np.where(left > 0, left + 1 - scale[:, :-1], 1)
+            inner = left / np.where(left > 0, left + (1 - scale[:, :-1]), 1)
             accept_probs = np.concatenate([inner, scale[:, -1:]], axis=-1)[:, 1:]
         rest = residual(target, draft, scale[:, :-1])
     return accept_probs, np.concatenate([rest, p[:, -1:]], axis=1)

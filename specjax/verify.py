@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.sampling import Role, keys_at, sample, uniform
+from specjax.sampling import Role, argmax, is_token, keys_at, sample, uniform
 from specjax.types import Address, Array, Draft, Key, Rule, Verdict
 
 __all__ = ["RULES", "block", "coupled", "greedy", "residual_logits", "token"]
@@ -71,9 +71,10 @@ def block(address: Address, draft: Draft, target_logits: Array) -> Verdict:
     # Token i is followed by the distributions of token i+1; the last has none and h = P there.
     following = None if draft.logits is None else draft.logits[:, 1:]
     leftover = _leftover(prefixes[:, :-1], draft.tokens[:, 1:], following, target_logits[:, 1:-1])
-    inner = leftover / jnp.where(leftover > 0, leftover + 1 - prefixes[:, :-1], 1)
+    # Bracketed so that P = 1 gives h = 1 exactly, however little is left over.
+    inner = leftover / jnp.where(leftover > 0, leftover + (1 - prefixes[:, :-1]), 1)
     inner = jnp.pad(inner, ((0, 0), (0, min(1, ratios.shape[1]))))
-    index = jnp.arange(ratios.shape[1])
+    index = jnp.arange(ratios.shape[1], dtype=jnp.int32)
     accept_probs = jnp.where(index[None] == draft.lengths[:, None] - 1, prefixes, inner)
     accept_probs = _masked(accept_probs, draft.lengths)
 
@@ -95,7 +96,7 @@ def greedy(address: Address, draft: Draft, target_logits: Array) -> Verdict:
     """
     del address
     _check(draft, target_logits)
-    return _match(draft, target_logits, jnp.argmax(target_logits, axis=-1).astype(jnp.int32))
+    return _match(draft, target_logits, argmax(target_logits))
 
 
 def coupled(address: Address, draft: Draft, target_logits: Array) -> Verdict:
@@ -134,7 +135,7 @@ def residual_logits(draft: Draft, target_logits: Array, num_accepted: Array, sca
         return jnp.log(target)
     stopped = jnp.minimum(num_accepted, num_drafted - 1)
     if draft.logits is None:
-        rest = jnp.where(_is_token(pick(draft.tokens, stopped), target.shape), 0, target)
+        rest = jnp.where(is_token(pick(draft.tokens, stopped), target.shape), 0, target)
     else:
         draft_probs = jax.nn.softmax(pick(draft.logits, stopped), axis=-1)
         rest = jnp.maximum(scale[:, None] * target - draft_probs, 0)
@@ -149,11 +150,6 @@ def _check(draft: Draft, target_logits: Array) -> None:
     chex.assert_shape(target_logits, (batch, num_drafted + 1, None))
     if draft.logits is not None:
         chex.assert_shape(draft.logits, (batch, num_drafted, target_logits.shape[-1]))
-
-
-def _is_token(tokens: Array, shape: tuple[int, ...]) -> Array:
-    """The one-hot of ``tokens`` [...] as booleans of ``shape`` [..., V]."""
-    return lax.broadcasted_iota(tokens.dtype, shape, len(shape) - 1) == tokens[..., None]
 
 
 def _log_prob(logits: Array, tokens: Array) -> Array:
@@ -216,8 +212,9 @@ def _match(draft: Draft, target_logits: Array, choices: Array) -> Verdict:
     agreed = _masked((choices[:, :-1] == draft.tokens).astype(target_logits.dtype), draft.lengths)
     num_accepted = _leading(agreed > 0)
     next_token = jnp.take_along_axis(choices, num_accepted[:, None], axis=1)[:, 0]
-    next_logits = jnp.where(_is_token(next_token, (*next_token.shape, target_logits.shape[-1])), 0, -jnp.inf)
-    return Verdict(num_accepted, next_token, agreed, next_logits.astype(target_logits.dtype))
+    number = target_logits.dtype.type
+    chosen = is_token(next_token, (*next_token.shape, target_logits.shape[-1]))
+    return Verdict(num_accepted, next_token, agreed, jnp.where(chosen, number(0), number(-jnp.inf)))
 
 
 def _accept_uniforms(address: Address, draft: Draft) -> Array:

@@ -18,12 +18,14 @@ ARROWS: dict[str, set[str]] = {
     "cache": {"types"},
     "parallel": {"types"},
     "verify": {"types", "sampling"},
-    "theory": {"types", "sampling", "verify"},
+    "theory": set(),
+    "theory_law": {"theory"},
     "drafters": {"types", "sampling", "prefill", "cache"},
 }
 ARROWS["decode"] = {"types", "sampling", "prefill", "cache", "verify", "drafters"}
 ARROWS["generate"] = ARROWS["decode"] | {"decode"}
 ARROWS["engine"] = ARROWS["generate"] | {"generate"}
+ARROWS["audit"] = ARROWS["generate"] | {"generate", "theory"}
 ARROWS["distill"] = ARROWS["generate"] | {"generate", "theory"}
 
 # All that a model may know of the core.

@@ -1,0 +1,135 @@
+"""Check on your own target, draft and options that speculation changes nothing.
+
+    specjax audit --draft lookup --temperature 0.8 --top-p 0.95
+    specjax audit --model target.gguf --draft draft.gguf --prompts prompts.jsonl --json report.json
+
+Exit codes: 0 every check passed, 1 one failed, 2 nothing could be started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from specjax.scripts import _cli, _jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(_jobs.DecoderOptions):
+    """What to audit, and how closely."""
+
+    prompts: Path | None = None
+    """Requests to audit on, as for `specjax batch`; without it, prompts of Spec-Bench. Only the prompts are
+    read from it."""
+    num_prompts: int = 8
+    """How many of them."""
+    max_tokens: int = 48
+    """Tokens decoded for each."""
+    batch_size: int = 8
+    """Rows decoded at a time."""
+    draws: int = 512
+    """Sampled rows from each of two contexts; more find smaller faults."""
+    temperature: float = 1.0
+    """Of the sampled checks; above 0."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that make up this mass."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Off the logits of tokens decoded before."""
+    frequency_penalty: float = 0.0
+    """The same for each time they were."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens in the prompt or the output."""
+    json: Path | None = None
+    """Also write the report here."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft == "none":
+            raise ValueError("--draft none leaves nothing to audit")
+        if self.temperature <= 0:
+            raise ValueError("--temperature must be above 0: greedy decoding is audited in any case")
+        for name in ("num_prompts", "max_tokens", "batch_size", "draws"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+
+
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints one line a check; exit code 1 if any fails."""
+    config = _cli.parse(Config, argv, __doc__)
+    from specjax.audit import Audit
+    from specjax.sampling import make_sampling
+
+    options = {name: getattr(config, name) for name in SAMPLING}
+    with _cli.blame_input():
+        make_sampling(1, **options)
+        prompts = _prompts(config)
+    decoder = _jobs.load_decoder(config)
+    arguments = decoder.arguments()
+    with _cli.blame_input(ValueError):
+        ids = [
+            decoder.encode(prompt) if isinstance(prompt, str) else decoder.encode_chat(prompt)
+            for prompt in prompts
+        ]
+    begin = time.perf_counter()
+    audit = Audit(
+        prompts=sorted(ids, key=len),  # the shortest are the contexts of the sampled checks
+        options=options,
+        batch_size=config.batch_size,
+        max_tokens=config.max_tokens,
+        num_draws=config.draws,
+        **arguments,
+    )
+    checks = []
+    with _cli.blame_input(ValueError):
+        for check in audit.run():
+            checks.append(check)
+            print(f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.summary}", flush=True)
+    passed = all(check.passed for check in checks)
+    verdict = "lossless, as far as these checks see" if passed else "NOT LOSSLESS"
+    print(f"{verdict} ({time.perf_counter() - begin:.0f} s)")
+    if config.json:
+        report = {
+            "passed": passed,
+            "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }
+        with _cli.blame_input(OSError):
+            config.json.write_text(json.dumps(report, indent=1))
+    return 0 if passed else 1
+
+
+def _prompts(config: Config) -> list:
+    from specjax.engine.requests import parse_request
+
+    if config.prompts is None:
+        return [row["messages"] for row in _jobs.spec_bench(("mt_bench", "rag"), None)][::10][
+            : config.num_prompts
+        ]
+    lines = config.prompts.read_text(encoding="utf-8").splitlines()
+    requests = [parse_request(line) for line in lines if line.strip()][: config.num_prompts]
+    if not requests:
+        raise ValueError(f"{config.prompts} has no request")
+    return [request.prompt for request in requests]
+
+
+if __name__ == "__main__":
+    sys.exit(_cli.run(main))
