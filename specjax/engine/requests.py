@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import zlib
 from typing import Any
 
@@ -17,6 +16,8 @@ __all__ = ["Request", "RequestError", "error_line", "parse_request", "response_l
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+MOST = 2**31 - 1
+"""The largest number that an option may have, where nothing else bounds it."""
 
 
 class RequestError(ValueError):
@@ -128,17 +129,17 @@ def _parse(custom_id: str, row: dict[str, Any]) -> Request:
     model = body.pop("model", None)
     if not isinstance(model, str):
         raise RequestError("model must be a string")
-    max_tokens = _number(body, "max_tokens", None, int, 1, math.inf)
+    max_tokens = _number(body, "max_tokens", None, int, 1, MOST)
     if url == CHAT_URL:
-        max_tokens = _number(body, "max_completion_tokens", max_tokens, int, 1, math.inf)
+        max_tokens = _number(body, "max_completion_tokens", max_tokens, int, 1, MOST)
     request = Request(
         custom_id=custom_id,
         model=model,
         prompt=prompt,
         max_tokens=max_tokens,
-        temperature=_number(body, "temperature", 1.0, float, 0, math.inf),
+        temperature=_number(body, "temperature", 1.0, float, 0, MOST),
         top_p=_number(body, "top_p", 1.0, float, 0, 1),
-        top_k=max(0, _number(body, "top_k", 0, int, -1, 2**31 - 1)),  # vLLM's -1 is our 0: keep all
+        top_k=max(0, _number(body, "top_k", 0, int, -1, MOST)),  # vLLM's -1 is our 0: keep all
         # Without a seed of its own a request still gives the same answer each time it is run.
         seed=_number(body, "seed", zlib.crc32(custom_id.encode("utf-8", "replace")), int, 0, 2**32 - 1),
     )
@@ -154,10 +155,9 @@ def _number(body: dict[str, Any], name: str, default: Any, kind: type, low: floa
     if value is None or value is default:
         return value
     right_kind = isinstance(value, (int, float)) if kind is float else isinstance(value, int)
-    if isinstance(value, bool) or not right_kind or not (low <= value <= high) or math.isinf(value):
-        bounds = f"at least {low}" if high == math.inf else f"in {low}..{high}"
+    if isinstance(value, bool) or not right_kind or not (low <= value <= high):
         raise RequestError(
-            f"{name} must be {'a number' if kind is float else 'a whole number'} {bounds}, not {value!r}"
+            f"{name} must be {'a number' if kind is float else 'a whole number'} in {low}..{high}, not {value!r}"
         )
     return kind(value)
 

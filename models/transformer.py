@@ -1,0 +1,91 @@
+"""A Llama-style decoder as a Flax NNX module, its layers unrolled or scanned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax import cache as kv
+from specjax.models.config import ModelConfig
+from specjax.models.layers import Block, RMSNorm, rotary_angles
+from specjax.models.products import project
+from specjax.types import Array, ModelOutput
+
+__all__ = ["Transformer", "init_cache"]
+
+
+def init_cache(cfg: ModelConfig, batch: int, capacity: int) -> kv.KVCache:
+    """Makes an empty cache for ``batch`` rows of ``capacity`` positions, laid out as the layers need it."""
+    return kv.init_cache(
+        cfg.num_layers, batch, cfg.num_kv_heads, capacity, cfg.head_dim, cfg.dtype, stacked=cfg.scan_layers
+    )
+
+
+class Transformer(nnx.Module):
+    """Embedding, L blocks, a last norm and the head (Touvron et al., "LLaMA", 2023).
+
+    Args:
+      cfg: the sizes.
+      rngs: draws the initial weights.
+    """
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.cfg = cfg
+        init = nnx.initializers.normal(cfg.width**-0.5)
+        self.embedding = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype))
+        self.blocks: Any  # a list of blocks, or one whose weights are stacked [L, ...]
+        if cfg.scan_layers:
+            keys = jax.random.split(rngs.params(), cfg.num_layers)
+            self.blocks = nnx.vmap(lambda key: Block(cfg, nnx.Rngs(params=key)))(keys)
+        else:
+            self.blocks = nnx.List([Block(cfg, rngs) for _ in range(cfg.num_layers)])
+        self.norm = RMSNorm(cfg.width, cfg.norm_eps, cfg.dtype)
+        if not cfg.tied_embeddings:
+            self.head = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype))
+
+    def __call__(self, tokens: Array, cache: kv.KVCache, positions: Array) -> ModelOutput:
+        """Scores tokens that stand at the given positions; see :class:`specjax.types.Model`.
+
+        Args:
+          tokens: [B, T] int32.
+          cache: from :func:`init_cache`, or as an earlier call returned it.
+          positions: [B, T] int32 >= 0.
+
+        Returns:
+          Logits [B, T, V] float32; features [B, T, D], the states that the head multiplies; the cache.
+        """
+        chex.assert_rank([tokens, positions], 2)
+        chex.assert_equal_shape([tokens, positions])
+        angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_base)
+        visible = kv.mask(positions, kv.capacity(cache))
+        x = self.embedding[...][tokens]
+        x, cache = self._layers(x, cache, positions, angles, visible)
+        x = self.norm(x)
+        head = self.embedding if self.cfg.tied_embeddings else self.head
+        logits = project(x, head[...], jnp.float32)
+        return ModelOutput(logits=logits, features=x, cache=cache)
+
+    def _layers(
+        self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], visible: Array
+    ) -> tuple[Array, kv.KVCache]:
+        """Runs the blocks over ``x`` [B, T, D]."""
+        if not self.cfg.scan_layers:
+            for layer, block in enumerate(self.blocks):
+                x, cache = block(x, cache, layer, positions, angles, visible)
+            return x, cache
+        graphdef, weights = nnx.split(self.blocks)
+
+        # The cache is carried: as xs and ys of the scan it would be held twice.
+        def body(
+            carry: tuple[Array, kv.KVCache], scanned: tuple[nnx.State, Array]
+        ) -> tuple[tuple[Array, kv.KVCache], None]:
+            (x, cache), (state, layer) = carry, scanned
+            block = nnx.merge(graphdef, state)
+            return block(x, cache, layer, positions, angles, visible), None
+
+        (x, cache), _ = jax.lax.scan(body, (x, cache), (weights, jnp.arange(self.cfg.num_layers)))
+        return x, cache
