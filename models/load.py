@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models.chat import ChatTemplate
+from specjax.models.chat import ChatTemplate, Message
 from specjax.models.errors import ModelFileError
 from specjax.models.functional import FunctionalModel
 from specjax.models.gguf import config_of, model_of
@@ -29,6 +30,27 @@ class LoadedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     name: str
+
+    def encode(self, prompt: str) -> list[int]:
+        """Turns a bare prompt into ids.
+
+        Raises:
+          ValueError: there are none.
+        """
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError("the prompt is empty: give some text")
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Turns a conversation, dicts with ``role`` and ``content``, into ids up to where the model speaks.
+
+        Raises:
+          ValueError: the model has no chat template, or its template refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError(f"{self.name} has no chat template: give a bare prompt")
+        return self.encode(self.chat_template.render(messages))
 
 
 def load_model(

@@ -31,6 +31,9 @@ class DecoderOptions:
     """How drafts are judged where temperature is above 0; the output's law is the target's under each."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What weights are kept and multiplied in."""
+    verify_shape: Literal["fitting", "fixed"] = "fitting"
+    """'fixed' feeds the target 1 + K tokens in every step, drafts or not, plain decoding included: bfloat16
+    output is then the same with and without a draft."""
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
@@ -67,19 +70,6 @@ class Decoder:
             stop_tokens=self.tokenizer.eos_ids,
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        """The ids of a bare prompt; ValueError if there are none."""
-        ids = self.tokenizer.encode(prompt)
-        if not ids:
-            raise ValueError("the prompt is empty: give some text")
-        return ids
-
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks; ValueError if that can't be made."""
-        if self.loaded.chat_template is None:
-            raise ValueError(f"{self.loaded.name} has no chat template: give a bare prompt")
-        return self.encode(self.loaded.chat_template.render(messages))
-
 
 def load_decoder(options: DecoderOptions) -> Decoder:
     """Loads what the options name.
@@ -88,18 +78,23 @@ def load_decoder(options: DecoderOptions) -> Decoder:
       UsageError: a file is missing or damaged, or the draft speaks another vocabulary.
     """
     # Here, so that --help needn't wait for them.
-    from specjax.drafters import LookupDrafter, ModelDrafter
+    from specjax.drafters import LookupDrafter, ModelDrafter, SilentDrafter
     from specjax.models.load import load_model
     from specjax.models.tokenizer import check_same_vocabulary
 
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
         loaded = load_model(options.model, options.dtype)
+        fixed = options.verify_shape == "fixed"
         if options.draft == "none":
-            return Decoder(options, loaded, None, None)
+            silent = SilentDrafter(options.num_speculative_tokens) if fixed else None
+            return Decoder(options, loaded, silent, None)
         if options.draft == "lookup":
             drafter = LookupDrafter(
-                options.num_speculative_tokens, options.prompt_lookup_min, options.prompt_lookup_max
+                options.num_speculative_tokens,
+                options.prompt_lookup_min,
+                options.prompt_lookup_max,
+                always_full=fixed,
             )
             return Decoder(options, loaded, drafter, None)
         # The target as its own draft needs no second copy of the weights.

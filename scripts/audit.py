@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = decoder.arguments()
     with _cli.blame_input(ValueError):
         ids = [
-            decoder.encode(prompt) if isinstance(prompt, str) else decoder.encode_chat(prompt)
+            decoder.loaded.encode(prompt) if isinstance(prompt, str) else decoder.loaded.encode_chat(prompt)
             for prompt in prompts
         ]
     begin = time.perf_counter()

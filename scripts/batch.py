@@ -126,9 +126,9 @@ def _prepare(
         if request.model not in (config.model, decoder.loaded.name):
             raise ValueError(f"model {request.model!r} is not served here; {config.model!r} is")
         ids = (
-            decoder.encode(request.prompt)
+            decoder.loaded.encode(request.prompt)
             if isinstance(request.prompt, str)
-            else decoder.encode_chat(request.prompt)
+            else decoder.loaded.encode_chat(request.prompt)
         )
         context = decoder.loaded.model.context_length
         if len(ids) >= context:

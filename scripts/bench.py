@@ -119,7 +119,7 @@ def _step_seconds(decoder: _jobs.Decoder, config: Config, *, speculative: bool) 
     """Seconds of one decode step at batch 1, prefill left out."""
     from specjax.generate import Decoding
 
-    ids = decoder.encode("The lighthouse stood at the edge of the sea.")
+    ids = decoder.loaded.encode("The lighthouse stood at the edge of the sea.")
     arguments = decoder.arguments(speculative=speculative) | dict(
         stop_tokens=(), max_tokens=config.max_tokens
     )
@@ -195,7 +195,7 @@ def compare(
     """Paired runs, plain and speculative, on each prompt: ratios of their times, medians over prompts."""
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     for prompt in prompts:
-        ids = decoder.encode_chat(prompt["messages"])
+        ids = decoder.loaded.encode_chat(prompt["messages"])
         timed: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         results = {}
         for _ in range(config.runs + 1):

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     decoder = _jobs.load_decoder(config)
     prompts = {
-        name: decoder.encode_chat([{"role": "user", "content": text}]) for name, text in PROMPTS.items()
+        name: decoder.loaded.encode_chat([{"role": "user", "content": text}])
+        for name, text in PROMPTS.items()
     }
 
     def decode(ids: list[int], *, speculative: bool) -> tuple[Generation, float]:

@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin = time.perf_counter()
     with _cli.blame_input(ValueError):
         ids = (
-            decoder.encode_chat([{"role": "user", "content": prompt}])
+            decoder.loaded.encode_chat([{"role": "user", "content": prompt}])
             if config.chat
-            else decoder.encode(prompt)
+            else decoder.loaded.encode(prompt)
         )
         arguments = decoder.arguments() | dict(max_tokens=config.max_tokens, sampling=sampling)
         if config.stream:

@@ -93,11 +93,6 @@ def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positi
     chex.assert_rank([keys, values, positions], [4, 4, 2])
     chex.assert_equal_shape([keys, values])
     chex.assert_equal_shape_prefix([keys, positions], 2)
-    if positions.size == 1:
-        # XLA turns a scatter of one update into a select and an update-slice, repeats that for whoever reads
-        # the slots, and so copies the buffer four times. A second update, which is dropped, prevents it.
-        keys, values = (jnp.concatenate([x, x], axis=1) for x in (keys, values))
-        positions = jnp.concatenate([positions, jnp.full_like(positions, capacity(cache))], axis=1)
     rows = jnp.arange(positions.shape[0])[:, None]
 
     def put(buffer: Array | tuple[Array, ...], block: Array) -> Array | tuple[Array, ...]:
@@ -105,8 +100,8 @@ def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positi
             assert isinstance(layer, int), "unrolled layers are counted in Python"
             slots = buffer[layer]
             slots = slots.at[rows, :, positions].set(block.astype(slots.dtype), mode="drop")
-            # One row's single token is written by an update that XLA would fuse with the reader's reshape,
-            # and then copy the cache for: four times a step, at batch 1.
+            # XLA turns the scatter of a single token into a select and an update-slice, fuses that into
+            # whoever reads the slots, and copies the buffer for it, four times a step. The barrier stops it.
             slots = jax.lax.optimization_barrier(slots)
             return (*buffer[:layer], slots, *buffer[layer + 1 :])
         return buffer.at[layer, rows, :, positions].set(block.astype(buffer.dtype), mode="drop")

@@ -10,6 +10,7 @@ import dataclasses
 from functools import partial
 
 import chex
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,12 +24,14 @@ from specjax.types import (
     DecodeState,
     Draft,
     Drafter,
+    Logprobs,
     Model,
     Params,
     Rule,
     SamplingParams,
     StepInfo,
     Verdict,
+    pytree,
 )
 
 __all__ = ["autoregressive_step", "speculative_step", "start"]
@@ -79,6 +82,7 @@ def speculative_step(
     target: Model,
     drafter: Drafter,
     rule: Rule,
+    num_logprobs: int | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Extends every live row by 1 to K + 1 tokens that follow the target's law.
 
@@ -93,6 +97,8 @@ def speculative_step(
       target: the model whose law the output has; static under jit.
       drafter: static under jit.
       rule: one of :data:`specjax.verify.RULES`; static under jit.
+      num_logprobs: how many of the likeliest tokens to report at each position, besides the emitted one;
+        None reports nothing. Static under jit.
 
     Returns:
       The next state, and what happened.
@@ -105,22 +111,22 @@ def speculative_step(
     room = jnp.where(state.done, 0, jnp.maximum(state.limit - state.context.length - 1, 0))
     draft = Draft(draft.tokens, draft.logits, jnp.minimum(draft.lengths, room))
 
-    judge = partial(_judge, state, target_params, draft, target=target, rule=rule)
+    judge = partial(_judge, state, target_params, draft, target=target, rule=rule, num_logprobs=num_logprobs)
     if drafter.always_full:
-        verdict, num_sound, features, cache = judge(state.target_cache, width=drafter.num_draft_tokens)
+        judged = judge(state.target_cache, width=drafter.num_draft_tokens)
     else:
-        verdict, num_sound, features, cache = lax.cond(
+        judged = lax.cond(
             jnp.any(draft.lengths > 0),
             partial(judge, width=drafter.num_draft_tokens),
             partial(judge, width=0),
             state.target_cache,
         )
-    draft_state = drafter.accept(draft_state, verdict.num_accepted, features)
-    return _commit(state, draft, verdict, num_sound, cache, draft_state)
+    draft_state = drafter.accept(draft_state, judged.verdict.num_accepted, judged.features)
+    return _commit(state, draft, judged, draft_state)
 
 
 def autoregressive_step(
-    state: DecodeState, target_params: Params, *, target: Model, rule: Rule
+    state: DecodeState, target_params: Params, *, target: Model, rule: Rule, num_logprobs: int | None = None
 ) -> tuple[DecodeState, StepInfo]:
     """Extends every live row by one token: plain decoding, the baseline that speculation must equal.
 
@@ -131,16 +137,35 @@ def autoregressive_step(
       target_params: the target's weights.
       target: static under jit.
       rule: says how the token is picked: by argmax under ``greedy``, else by a draw.
+      num_logprobs: as in :func:`speculative_step`.
 
     Returns:
       The next state, and what happened.
     """
     batch = state.done.shape[0]
     draft = Draft(jnp.zeros((batch, 0), jnp.int32), None, jnp.zeros(batch, jnp.int32))
-    verdict, num_sound, _, cache = _judge(
-        state, target_params, draft, state.target_cache, width=0, target=target, rule=rule
+    judged = _judge(
+        state,
+        target_params,
+        draft,
+        state.target_cache,
+        width=0,
+        target=target,
+        rule=rule,
+        num_logprobs=num_logprobs,
     )
-    return _commit(state, draft, verdict, num_sound, cache, state.draft_state)
+    return _commit(state, draft, judged, state.draft_state)
+
+
+@pytree
+class _Judged:
+    """What the target and the rule say of a block."""
+
+    verdict: Verdict
+    num_sound: Array  # [B] int32: rows of logits, from the first, that are numbers
+    features: Array | None  # [B, K+1, F]
+    logprobs: Logprobs | None
+    cache: Cache
 
 
 def _judge(
@@ -152,11 +177,9 @@ def _judge(
     width: int,
     target: Model,
     rule: Rule,
-) -> tuple[Verdict, Array, Array | None, Cache]:
-    """Scores the newest token and the first ``width`` drafted ones, and has the rule judge them.
-
-    The second value [B] counts the rows of logits, from the first, that are numbers.
-    """
+    num_logprobs: int | None,
+) -> _Judged:
+    """Scores the newest token and the first ``width`` drafted ones, and has the rule judge them."""
     length = state.context.length[:, None]
     slots = length + jnp.arange(width)[None]
     # The warp sees the drafted tokens where they would stand.
@@ -179,33 +202,42 @@ def _judge(
         jnp.minimum(draft.lengths, width),
     )
     verdict = rule.verify(Address(state.sampling.seed, state.context.length), narrow, logits)
-    missing = draft.tokens.shape[1] - width
-    accept_probs = jnp.pad(verdict.accept_probs, ((0, 0), (0, missing)))
-    features = output.features
-    if features is not None:
-        features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
-    return dataclasses.replace(verdict, accept_probs=accept_probs), num_sound, features, output.cache
+    logprobs = None
+    if num_logprobs is not None:
+        block = _block(narrow, verdict)
+        log_probs = jax.nn.log_softmax(output.logits.astype(jnp.float32), axis=-1)
+        top, top_tokens = lax.top_k(log_probs, num_logprobs)
+        chosen = jnp.take_along_axis(log_probs, block[:, :, None], axis=-1)[..., 0]
+        logprobs = Logprobs(chosen, top_tokens, top)
+
+    def fill(x: Array) -> Array:  # both branches of a step give arrays of one shape
+        return jnp.pad(x, ((0, 0), (0, draft.tokens.shape[1] - width), *[(0, 0)] * (x.ndim - 2)))
+
+    verdict = dataclasses.replace(verdict, accept_probs=fill(verdict.accept_probs))
+    features, logprobs = jax.tree.map(fill, (output.features, logprobs))
+    return _Judged(verdict, num_sound, features, logprobs, output.cache)
+
+
+def _block(draft: Draft, verdict: Verdict) -> Array:
+    """The tokens [B, K+1] that a step may emit: the accepted ones, the rule's own, then filler."""
+    index = jnp.arange(draft.tokens.shape[1] + 1)[None]
+    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    return jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], drafted)
 
 
 def _commit(
-    state: DecodeState,
-    draft: Draft,
-    verdict: Verdict,
-    num_sound: Array,
-    target_cache: Cache,
-    draft_state: object,
+    state: DecodeState, draft: Draft, judged: _Judged, draft_state: object
 ) -> tuple[DecodeState, StepInfo]:
     """Appends what stood, cut at the first stop token; rolls back by not counting."""
-    context = state.context
+    context, verdict = state.context, judged.verdict
     capacity = context.tokens.shape[1]
     index = jnp.arange(draft.tokens.shape[1] + 1)[None]
-    drafted = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    tokens = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], drafted)
+    tokens = _block(draft, verdict)
 
     # Where the target's logits stop being numbers the row ends, as plain decoding would end there: what
     # was accepted before stands. (What is no number behind a rejected token, nobody would have seen.)
-    failed = (verdict.num_accepted >= num_sound) & ~state.done
-    count = jnp.where(failed, num_sound, verdict.num_accepted + 1)
+    failed = (verdict.num_accepted >= judged.num_sound) & ~state.done
+    count = jnp.where(failed, judged.num_sound, verdict.num_accepted + 1)
     within = (index < count[:, None]) & ~state.done[:, None]
     stops = within & jnp.any(tokens[:, :, None] == context.stop_tokens[:, None, :], axis=2)
     # A token is emitted if no stop stands before it; the stop itself is the row's last token.
@@ -218,7 +250,7 @@ def _commit(
         state,
         context=dataclasses.replace(context, tokens=_write(context.tokens, slots, tokens), length=length),
         done=state.done | failed | jnp.any(stops, axis=1) | (length >= state.limit),
-        target_cache=target_cache,
+        target_cache=judged.cache,
         draft_state=draft_state,
     )
     info = StepInfo(
@@ -228,6 +260,7 @@ def _commit(
         failed=failed,
         verdict=verdict,
         draft=draft,
+        logprobs=judged.logprobs,
     )
     return next_state, info
 

@@ -6,8 +6,6 @@ nothing more for other prompts of that size.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import operator
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from specjax.decode import autoregressive_step, speculative_step, start
+from specjax.record import Generation, Record, Source, add_step, empty_record, to_generation
 from specjax.sampling import make_sampling
 from specjax.types import (
     Allowed,
@@ -31,65 +30,10 @@ from specjax.types import (
     Rule,
     SamplingParams,
     StepInfo,
-    pytree,
 )
 from specjax.verify import RULES
 
 __all__ = ["Decoding", "Generation", "Record", "Source", "generate", "lay_out", "stream"]
-
-
-class Source(enum.IntEnum):
-    """Where a token came from."""
-
-    PROMPT = 0
-    PLAIN = 1  # a step without a draft
-    ACCEPTED = 2  # drafted, and kept
-    CORRECTED = 3  # drawn in place of a rejected one
-    BONUS = 4  # drawn after a whole draft was kept
-
-
-@pytree
-class Record:
-    """What the steps of a generation did, added up on the device."""
-
-    source: Array  # [B, S] int8: a Source for each token
-    failed: Array  # [B] bool: the target's logits were no numbers
-    num_steps: Array  # [B] int32: steps in which the row was live
-    drafted: Array  # [B, K+1] int32: how many of these drafted 0, 1, .. K tokens
-    accepted: Array  # [B, K+1] int32: how many kept 0, 1, .. K of them
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One row's output, on the host."""
-
-    tokens: list[int]  # what was decoded, a stop token included
-    sources: list[Source]  # one for each token
-    stopped: bool  # whether a stop token ended it, rather than the limit
-    failed: bool  # whether the target's logits stopped being numbers; the tokens are those before
-    num_steps: int
-    drafted: np.ndarray  # [K+1]: steps by the number of tokens drafted
-    accepted: np.ndarray  # [K+1]: steps by the number of tokens kept
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens that the target was asked to verify."""
-        return int(self.drafted @ np.arange(len(self.drafted)))
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """How many of these were kept."""
-        return int(self.accepted @ np.arange(len(self.accepted)))
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens a step, the rule's own token included."""
-        return len(self.tokens) / max(self.num_steps, 1)
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted; 0 where nothing was drafted."""
-        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
 
 class Decoding:
@@ -108,6 +52,8 @@ class Decoding:
         which gives the same tokens without drawing noise.
       sampling: one value a row, from :func:`~specjax.sampling.make_sampling`; None is greedy.
       stop_tokens: ids that end a row.
+      num_logprobs: reports the target's log-probability of each token (before the warp) and so many of the
+        likeliest ones; None reports none.
       allowed: constrains what is decoded, by a pure function; see :data:`specjax.types.Allowed`.
 
     Raises:
@@ -127,6 +73,7 @@ class Decoding:
         rule: str = "token",
         sampling: SamplingParams | None = None,
         stop_tokens: Sequence[int] = (),
+        num_logprobs: int | None = None,
         allowed: Allowed | None = None,
     ) -> None:
         if rule not in RULES:
@@ -145,6 +92,7 @@ class Decoding:
         if rule == "greedy" and not all_greedy:
             raise ValueError("rule 'greedy' needs temperature 0 or top_k 1 in every row; take another")
         self._static = dict(target=target, drafter=drafter)
+        self._num_logprobs = num_logprobs
         self._rule = RULES["greedy" if all_greedy else rule]
         self._params = (target_params, draft_params)
         self._prompt_length = [len(prompt) for prompt in prompts]
@@ -152,20 +100,19 @@ class Decoding:
         stops = np.broadcast_to(np.asarray(stop_tokens or [-1], np.int32), (batch, max(len(stop_tokens), 1)))
         context = Context(tokens, length, length, jnp.asarray(stops), allowed)
         self._state = _start(*self._params, context, limit, sampling, **self._static)
-        bins = (batch, num_draft_tokens + 1)
-        self._record = Record(
-            source=jnp.zeros(tokens.shape, jnp.int8),
-            failed=jnp.zeros(batch, bool),
-            num_steps=jnp.zeros(batch, jnp.int32),
-            drafted=jnp.zeros(bins, jnp.int32),
-            accepted=jnp.zeros(bins, jnp.int32),
-        )
+        self._record = empty_record(tokens.shape, num_draft_tokens, num_logprobs)
 
     def advance(self, num_steps: int | None = None) -> bool:
         """Runs the steps that are left, or ``num_steps`` at most; says whether all rows have ended."""
         count = np.iinfo(np.int32).max if num_steps is None else num_steps
         self._state, self._record = _advance(
-            *self._params, self._state, self._record, count, rule=self._rule, **self._static
+            *self._params,
+            self._state,
+            self._record,
+            count,
+            rule=self._rule,
+            num_logprobs=self._num_logprobs,
+            **self._static,
         )
         return bool(self._state.done.all())
 
@@ -175,21 +122,11 @@ class Decoding:
             (self._state.context.tokens, self._state.context.length, self._record)
         )
         return [
-            self._row(tokens[i], slice(begin, end), jax.tree.map(operator.itemgetter(i), record))
+            to_generation(
+                tokens[i], slice(begin, end), self._stop_tokens, jax.tree.map(operator.itemgetter(i), record)
+            )
             for i, (begin, end) in enumerate(zip(self._prompt_length, length, strict=True))
         ]
-
-    def _row(self, tokens: np.ndarray, decoded: slice, record: Record) -> Generation:
-        ids = tokens[decoded].tolist()
-        return Generation(
-            tokens=ids,
-            sources=[Source(source) for source in record.source[decoded].tolist()],
-            stopped=bool(ids) and ids[-1] in self._stop_tokens,
-            failed=bool(record.failed),
-            num_steps=int(record.num_steps),
-            drafted=np.asarray(record.drafted),
-            accepted=np.asarray(record.accepted),
-        )
 
 
 def generate(
@@ -256,7 +193,11 @@ def lay_out(
 _start = partial(jax.jit, static_argnames=("target", "drafter"))(start)
 
 
-@partial(jax.jit, static_argnames=("target", "drafter", "rule"), donate_argnames=("state", "record"))
+@partial(
+    jax.jit,
+    static_argnames=("target", "drafter", "rule", "num_logprobs"),
+    donate_argnames=("state", "record"),
+)
 def _advance(
     target_params: Params,
     draft_params: Params,
@@ -267,6 +208,7 @@ def _advance(
     target: Model,
     drafter: Drafter | None,
     rule: Rule,
+    num_logprobs: int | None,
 ) -> tuple[DecodeState, Record]:
     """Steps until every row is done, ``num_steps`` times at most."""
 
@@ -274,33 +216,25 @@ def _advance(
         state, _, count = carry
         return (count < num_steps) & ~jnp.all(state.done)
 
+    def step(state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        if drafter is None:
+            return autoregressive_step(
+                state, target_params, target=target, rule=rule, num_logprobs=num_logprobs
+            )
+        return speculative_step(
+            state,
+            target_params,
+            draft_params,
+            target=target,
+            drafter=drafter,
+            rule=rule,
+            num_logprobs=num_logprobs,
+        )
+
     def body(carry: tuple[DecodeState, Record, Array]) -> tuple[DecodeState, Record, Array]:
         before, record, count = carry
-        if drafter is None:
-            state, info = autoregressive_step(before, target_params, target=target, rule=rule)
-        else:
-            state, info = speculative_step(
-                before, target_params, draft_params, target=target, drafter=drafter, rule=rule
-            )
-        return state, _add(record, before, info), count + 1
+        state, info = step(before)
+        return state, add_step(record, before, info), count + 1
 
     state, record, _ = lax.while_loop(more, body, (state, record, jnp.int32(0)))
     return state, record
-
-
-def _add(record: Record, before: DecodeState, info: StepInfo) -> Record:
-    live = ~before.done
-    capacity = before.context.tokens.shape[1]
-    bins = jnp.arange(record.drafted.shape[1])[None]
-    whole = info.verdict.num_accepted == info.num_drafted
-    last = jnp.where(info.num_drafted == 0, Source.PLAIN, jnp.where(whole, Source.BONUS, Source.CORRECTED))
-    source = jnp.where(bins < info.verdict.num_accepted[:, None], Source.ACCEPTED, last[:, None])
-    slots = jnp.where(bins < info.num_emitted[:, None], before.context.length[:, None] + bins, capacity)
-    rows = jnp.arange(slots.shape[0])[:, None]
-    return Record(
-        source=record.source.at[rows, slots].set(source.astype(jnp.int8), mode="drop"),
-        failed=record.failed | info.failed,
-        num_steps=record.num_steps + live,
-        drafted=record.drafted + (live[:, None] & (bins == info.num_drafted[:, None])),
-        accepted=record.accepted + (live[:, None] & (bins == info.num_accepted[:, None])),
-    )

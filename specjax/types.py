@@ -35,6 +35,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "Key",
+    "Logprobs",
     "Model",
     "ModelOutput",
     "Params",
@@ -210,6 +211,15 @@ class Rule:
 
 
 @pytree
+class Logprobs:
+    """The target's own log-probabilities, before the warp, of the tokens of a block; n of them on top."""
+
+    chosen: Array  # [B, K+1] float32: of each token that the step may emit
+    top_tokens: Array  # [B, K+1, n] int32: the likeliest ids there, in falling order
+    top: Array  # [B, K+1, n] float32
+
+
+@pytree
 class DecodeState:
     """A batch in the middle of decoding: all that a step needs, and nothing that it only reports."""
 
@@ -231,3 +241,4 @@ class StepInfo:
     failed: Array  # [B] bool: the target's logits stopped being numbers; the row ends there
     verdict: Verdict
     draft: Draft
+    logprobs: Logprobs | None  # None where none were asked for

@@ -60,9 +60,14 @@ class HistoryModel:
         return ModelOutput(jnp.where(unwritten[..., None], jnp.nan, logits), None, cache)
 
 
+def history_entry(context: Sequence[int], size: int = 997) -> int:
+    """Where in its table a HistoryModel looks after ``context``."""
+    return sum((token + 1) * (2 * slot + 1) for slot, token in enumerate(context)) % size
+
+
 def history_logits(table: np.ndarray, context: Sequence[int]) -> np.ndarray:
     """What HistoryModel says after ``context``."""
-    return table[sum((token + 1) * (2 * slot + 1) for slot, token in enumerate(context)) % len(table)]
+    return table[history_entry(context, len(table))]
 
 
 def table_logits(table: np.ndarray, context: Sequence[int]) -> np.ndarray:
@@ -91,7 +96,7 @@ def random_table(seed: int, vocab_size: int, scale: float = 2.0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, scale, (vocab_size,) * 3).astype(np.float32)
 
 
-def random_history(seed: int, vocab_size: int, size: int = 97, scale: float = 2.0) -> np.ndarray:
+def random_history(seed: int, vocab_size: int, size: int = 997, scale: float = 2.0) -> np.ndarray:
     """Skewed random logits for a HistoryModel."""
     return np.random.default_rng(seed).normal(0, scale, (size, vocab_size)).astype(np.float32)
 

@@ -14,6 +14,7 @@ MAX_LINES = 400
 ARROWS: dict[str, set[str]] = {
     "types": set(),
     "prefill": {"types"},
+    "record": {"types"},
     "sampling": {"types"},
     "cache": {"types"},
     "parallel": {"types"},
@@ -23,7 +24,7 @@ ARROWS: dict[str, set[str]] = {
     "drafters": {"types", "sampling", "prefill", "cache"},
 }
 ARROWS["decode"] = {"types", "sampling", "prefill", "cache", "verify", "drafters"}
-ARROWS["generate"] = ARROWS["decode"] | {"decode"}
+ARROWS["generate"] = ARROWS["decode"] | {"decode", "record"}
 ARROWS["engine"] = ARROWS["generate"] | {"generate"}
 ARROWS["audit"] = ARROWS["generate"] | {"generate", "theory"}
 ARROWS["distill"] = ARROWS["generate"] | {"generate", "theory"}

@@ -9,7 +9,7 @@ from runs import decode_rows, quick_compile  # noqa: F401
 
 from specjax.drafters import LookupDrafter, ModelDrafter
 
-V, NUM_TOKENS = 13, 51
+V, NUM_TOKENS = 6, 51
 MODEL = tables.TableModel(V)
 DRAFTS = {
     "one": (256, ModelDrafter(MODEL, 1)),

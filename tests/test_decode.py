@@ -101,7 +101,7 @@ def test_sampled_rows_depend_on_their_seed_alone(rule):
 
     together = decode([0, 1, 2, 3])
     assert together[2] == plain_greedy(PROMPTS[2], 20)
-    for chosen in ([1], [3, 2, 1, 0]):
+    for chosen in ([3, 2, 1, 0], [1])[: 2 if rule == "token" else 1]:
         assert decode(chosen) == [together[i] for i in chosen]
 
 
@@ -181,8 +181,8 @@ def layout(capacity: int) -> Context:
     return Context(jnp.asarray(tokens), length, length, jnp.full((4, 1), -1, jnp.int32))
 
 
-@pytest.mark.parametrize("spare", [2 * K, K + 1, 0])
-def test_blocks_that_end_before_at_and_past_the_caches_end(spare):
+@pytest.mark.parametrize("spare", [K + 1, 0])
+def test_blocks_that_end_at_and_past_the_caches_end(spare):
     # The buffers' last slots: what a block writes past them must be dropped, not moved back over live ones.
     limit, params = 24, (TABLE, (TABLE, jnp.array([0, 1, 3, K])))
     state = begin(*params, layout(limit + spare), jnp.full(4, limit, jnp.int32), make_sampling(4))
@@ -198,7 +198,7 @@ def test_blocks_that_end_before_at_and_past_the_caches_end(spare):
 
 def test_a_step_reports_what_it_did():
     # Row 0 keeps all, row 1 one token, row 2 meets its limit, row 3 was done before.
-    params, context = (TABLE, (TABLE, jnp.array([K, 1, K, K]))), layout(32)
+    params, context = (TABLE, (TABLE, jnp.array([K, 1, K, K]))), layout(24 + K + 1)
     limit = context.length + jnp.array([20, 20, 3, 0], jnp.int32)
     before = begin(*params, context, limit, make_sampling(4))
     assert before.done.tolist() == [False, False, False, True]
@@ -212,46 +212,40 @@ def test_a_step_reports_what_it_did():
     np.testing.assert_array_equal(state.context.tokens[3], context.tokens[3])
 
 
-BROKEN = 10  # after this token the target says NaN
+def visited(texts) -> list[int]:
+    """The entries of the target's table that decoding these texts looked at."""
+    places = [
+        (prompt, text, end) for prompt, text in zip(PROMPTS, texts, strict=True) for end in range(len(text))
+    ]
+    return [tables.history_entry([*prompt, *text[:end]]) for prompt, text, end in places]
 
 
-def broken_model():
-    table = tables.random_table(5, V, 1.0)
-    table[:, :, BROKEN] = -np.inf
-    table[BROKEN], table[:, BROKEN] = np.nan, np.nan
-    return tables.TableModel(V), table
-
-
-@pytest.mark.parametrize("drafter", [None, ModelDrafter(tables.TableModel(V), K)], ids=["plain", "model"])
+@pytest.mark.parametrize("drafter", [None, SELF], ids=["plain", "model"])
 def test_a_broken_row_is_reported_and_its_neighbours_are_untouched(drafter):
-    model, table = broken_model()
     sampling = make_sampling(4, temperature=[1.0, 1.0, 0.0, 1.0], seed=[3, 4, 5, 6])
-    params = None if drafter is None else tables.random_table(6, V)
-    how = dict(drafter=drafter, draft_params=params, max_tokens=12, sampling=sampling)
-    healthy = generate(model, table, [[1, 2], [3, 4], [5], [6, 7]], **how)
-    mixed = generate(model, table, [[1, 2], [3, BROKEN], [5], [6, 7]], **how)
+    how = dict(drafter=drafter, draft_params=OTHER, max_tokens=12, sampling=sampling)
+    if drafter is None:
+        del how["draft_params"]
+    healthy = generate(MODEL, TABLE, PROMPTS, **how)
     assert [row.failed for row in healthy] == [False] * 4
-    assert [row.failed for row in mixed] == [False, True, False, False]
-    assert mixed[1].tokens == []
+    # After its seventh token the second row meets logits that are no numbers.
+    broken = tables.history_entry([*PROMPTS[1], *healthy[1].tokens[:7]])
+    assert visited(texts(healthy)).count(broken) == 1
+    rows = generate(MODEL, TABLE.at[broken].set(jnp.nan), PROMPTS, **how)
+    assert [row.failed for row in rows] == [False, True, False, False]
+    assert rows[1].tokens == healthy[1].tokens[:7]
     for row in (0, 2, 3):
-        assert mixed[row].tokens == healthy[row].tokens
+        assert rows[row].tokens == healthy[row].tokens
 
 
-@pytest.mark.parametrize("rule", ["token", "coupled"])
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
 def test_what_breaks_behind_a_rejected_token_is_never_seen(rule):
-    # The draft keeps proposing the token that breaks the target; the target never says it.
-    model, table = broken_model()
-    eager = np.where(np.arange(V) == BROKEN, 9.0, np.where(np.isnan(table), 0, table)).astype(np.float32)
-    sampling = make_sampling(2, temperature=1.0)
-    drafter = ModelDrafter(model, K)
-    rows = generate(
-        model,
-        table,
-        [[1, 2], [3]],
-        max_tokens=12,
-        drafter=drafter,
-        draft_params=eager,
-        sampling=sampling,
-        rule=rule,
-    )
-    assert [(row.failed, len(row.tokens)) for row in rows] == [(False, 12)] * 2
+    # Every text but those that plain decoding writes is broken; drafts go astray all the time.
+    sampling = make_sampling(4, temperature=0.0 if rule == "greedy" else 1.0)
+    how = dict(max_tokens=12, sampling=sampling, rule=rule)
+    plain = generate(MODEL, TABLE, PROMPTS, **how)
+    narrow = jnp.full_like(TABLE, jnp.nan).at[jnp.array(visited(texts(plain)))].set(0)
+    rows = generate(MODEL, TABLE + narrow, PROMPTS, drafter=SELF, draft_params=OTHER, **how)
+    assert texts(rows) == texts(plain)
+    assert not any(row.failed for row in rows)
+    assert all(row.draft_acceptance_rate < 0.9 for row in rows)

@@ -88,6 +88,16 @@ def test_greedy_is_one_hot_at_the_lowest_id_among_equals(dtype):
     np.testing.assert_array_equal(warped, np.where(np.arange(1000) == best[..., None], 0, -np.inf))
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-38, 1e-45])
+def test_the_smallest_temperatures_are_greedy_in_all_but_name(temperature):
+    # 9 / 1e-38 is no float32: the best token must be found before the division.
+    logits = jnp.asarray([[[8.0, 9.0, -50.0, -np.inf]]])
+    for options in ({}, {"top_k": 2}, {"top_p": 0.9}):
+        warped = np.asarray(warp(logits, make_sampling(1, temperature=temperature, **options)))[0, 0]
+        assert not np.isnan(warped).any()
+        np.testing.assert_array_equal(tables.softmax(warped), [0, 1, 0, 0])
+
+
 def test_equal_logits_stay_or_go_together():
     logits = np.array([[[1, 2, 2, 0, 2, -1]]] * 3, np.float32)
     warped = warp(jnp.asarray(logits), make_sampling(3, temperature=1.0, top_k=[2, 4, 0], top_p=[1, 1, 0.3]))

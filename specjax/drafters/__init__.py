@@ -2,5 +2,6 @@
 
 from specjax.drafters.lookup import LookupDrafter
 from specjax.drafters.model import ModelDrafter
+from specjax.drafters.silent import SilentDrafter
 
-__all__ = ["LookupDrafter", "ModelDrafter"]
+__all__ = ["LookupDrafter", "ModelDrafter", "SilentDrafter"]

@@ -27,6 +27,7 @@ class LookupDrafter:
     num_draft_tokens: int
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    always_full: bool = False  # True has the target fed K tokens even when no row has a match
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
@@ -36,11 +37,6 @@ class LookupDrafter:
                 "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, "
                 f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
             )
-
-    @property
-    def always_full(self) -> bool:
-        """A row without a match drafts nothing."""
-        return False
 
     def init(self, params: Params, context: Context) -> None:
         """There is no state: the row's own tokens are all it reads."""

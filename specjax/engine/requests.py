@@ -156,9 +156,8 @@ def _number(body: dict[str, Any], name: str, default: Any, kind: type, low: floa
         return value
     right_kind = isinstance(value, (int, float)) if kind is float else isinstance(value, int)
     if isinstance(value, bool) or not right_kind or not (low <= value <= high):
-        raise RequestError(
-            f"{name} must be {'a number' if kind is float else 'a whole number'} in {low}..{high}, not {value!r}"
-        )
+        noun = "a number" if kind is float else "a whole number"
+        raise RequestError(f"{name} must be {noun} in {low}..{high}, not {value!r}")
     return kind(value)
 
 

@@ -155,6 +155,20 @@ MUTANTS = [
         "jnp.where(order > low[..., None], logits, -jnp.inf)",
         "test_sampling.py::test_top_p_is_taken_of_what_top_k_left",
     ),
+    mutant(
+        "penalties blind to the drafted tokens before a position",
+        "sampling.py",
+        "(place > i)",
+        "(place > count)",
+        "test_options.py::test_every_position_of_a_block_sees_what_stands_before_it",
+    ),
+    mutant(
+        "min_tokens counts the prompt too",
+        "sampling.py",
+        "jnp.arange(count)[None] - context.prompt_length[:, None]",
+        "jnp.arange(count)[None] + 0 * context.prompt_length[:, None]",
+        "test_options.py::test_no_stop_before_min_tokens[13]",
+    ),
     # The cache and what is committed.
     mutant(
         "rejected tokens are left in the row",
@@ -175,7 +189,7 @@ MUTANTS = [
         "decode.py",
         '.set(block, mode="drop")',
         '.set(block, mode="clip")',
-        "test_decode.py::test_blocks_that_end_before_at_and_past_the_caches_end[0]",
+        "test_decode.py::test_blocks_that_end_at_and_past_the_caches_end[0]",
     ),
     mutant(
         "a gap in the draft's cache after a whole block",
@@ -246,7 +260,7 @@ MUTANTS = [
         "decode.py",
         "failed = (verdict.num_accepted >= num_sound)",
         "failed = (draft.tokens.shape[1] >= num_sound)",
-        "test_decode.py::test_what_breaks_behind_a_rejected_token_is_never_seen[token]",
+        "test_decode.py::test_what_breaks_behind_a_rejected_token_is_never_seen[greedy]",
     ),
     mutant(
         "corrected and bonus tokens confused",

@@ -1,0 +1,49 @@
+"""A draft of nothing, at full width."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from specjax.types import Array, Context, Draft, Key, Params, SamplingParams
+
+__all__ = ["SilentDrafter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SilentDrafter:
+    """Proposes no token, but has the target fed K fillers all the same.
+
+    Decoding with it is plain decoding through the forward that a speculative step makes. Where rounding
+    depends on a product's shape, as in bfloat16, this is the baseline that speculation equals to the bit.
+    """
+
+    num_draft_tokens: int
+
+    @property
+    def always_full(self) -> bool:
+        """The width is the point."""
+        return True
+
+    def init(self, params: Params, context: Context) -> None:
+        """There is no state."""
+        del params, context
+
+    def propose(
+        self,
+        params: Params,
+        draft_keys: Callable[[Array], Key],
+        state: None,
+        context: Context,
+        sampling: SamplingParams,
+    ) -> tuple[Draft, None]:
+        """A deterministic draft of which no token counts."""
+        del params, draft_keys, state, sampling
+        filler = jnp.zeros((context.length.shape[0], self.num_draft_tokens), jnp.int32)
+        return Draft(filler, None, jnp.zeros_like(context.length)), None
+
+    def accept(self, state: None, num_accepted: Array, features: Array | None) -> None:
+        """There is no state."""
+        del state, num_accepted, features
