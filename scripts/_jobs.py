@@ -53,6 +53,7 @@ class Decoder:
     loaded: Any  # specjax.models.load.LoadedModel
     drafter: Any
     draft_params: Any
+    plain_drafter: Any  # what plain decoding runs with: nothing, or a silent draft for the fixed shape
 
     @property
     def tokenizer(self) -> Any:
@@ -64,7 +65,7 @@ class Decoder:
         return dict(
             target=self.loaded.model,
             target_params=self.loaded.params,
-            drafter=self.drafter if speculative else None,
+            drafter=self.drafter if speculative else self.plain_drafter,
             draft_params=self.draft_params if speculative else None,
             rule=self.options.rule,
             stop_tokens=self.tokenizer.eos_ids,
@@ -81,28 +82,24 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     from specjax.drafters import LookupDrafter, ModelDrafter, SilentDrafter
     from specjax.models.load import load_model
     from specjax.models.tokenizer import check_same_vocabulary
+    from specjax.types import Drafter
 
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
         loaded = load_model(options.model, options.dtype)
-        fixed = options.verify_shape == "fixed"
-        if options.draft == "none":
-            silent = SilentDrafter(options.num_speculative_tokens) if fixed else None
-            return Decoder(options, loaded, silent, None)
+        count, fixed = options.num_speculative_tokens, options.verify_shape == "fixed"
+        drafter: Drafter | None = SilentDrafter(count) if fixed else None
+        draft_params, plain_drafter = None, drafter
         if options.draft == "lookup":
             drafter = LookupDrafter(
-                options.num_speculative_tokens,
-                options.prompt_lookup_min,
-                options.prompt_lookup_max,
-                always_full=fixed,
+                count, options.prompt_lookup_min, options.prompt_lookup_max, always_full=fixed
             )
-            return Decoder(options, loaded, drafter, None)
-        # The target as its own draft needs no second copy of the weights.
-        draft = loaded if options.draft == options.model else load_model(options.draft, options.dtype)
-        check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
-        return Decoder(
-            options, loaded, ModelDrafter(draft.model, options.num_speculative_tokens), draft.params
-        )
+        elif options.draft != "none":
+            # The target as its own draft needs no second copy of the weights.
+            draft = loaded if options.draft == options.model else load_model(options.draft, options.dtype)
+            check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
+            drafter, draft_params = ModelDrafter(draft.model, count), draft.params
+    return Decoder(options, loaded, drafter, draft_params, plain_drafter)
 
 
 def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:

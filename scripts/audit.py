@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from specjax.scripts import _cli, _jobs
 
@@ -25,6 +26,8 @@ class Config(_jobs.DecoderOptions):
     prompts: Path | None = None
     """Requests to audit on, as for `specjax batch`; without it, prompts of Spec-Bench. Only the prompts are
     read from it."""
+    checks: tuple[Literal["greedy", "law", "coupled"], ...] = ("greedy", "law", "coupled")
+    """Greedy identity, the law of sampled tokens, the coupled rule's identity."""
     num_prompts: int = 8
     """How many of them."""
     max_tokens: int = 48
@@ -96,11 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch_size=config.batch_size,
         max_tokens=config.max_tokens,
         num_draws=config.draws,
+        plain_drafter=decoder.plain_drafter,
         **arguments,
     )
     checks = []
     with _cli.blame_input(ValueError):
-        for check in audit.run():
+        for check in audit.run(config.checks):
             checks.append(check)
             print(f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.summary}", flush=True)
     passed = all(check.passed for check in checks)
@@ -121,9 +125,8 @@ def _prompts(config: Config) -> list:
     from specjax.engine.requests import parse_request
 
     if config.prompts is None:
-        return [row["messages"] for row in _jobs.spec_bench(("mt_bench", "rag"), None)][::10][
-            : config.num_prompts
-        ]
+        tasks = [row["messages"] for row in _jobs.spec_bench()]
+        return tasks[:: max(1, len(tasks) // config.num_prompts)][: config.num_prompts]
     lines = config.prompts.read_text(encoding="utf-8").splitlines()
     requests = [parse_request(line) for line in lines if line.strip()][: config.num_prompts]
     if not requests:

@@ -1,4 +1,4 @@
-"""Log-probabilities are the target's own, whatever was drafted and warped: those of a teacher-forced forward."""
+"""Log-probabilities are those of a teacher-forced forward, whatever was drafted and warped."""
 
 import jax
 import jax.numpy as jnp

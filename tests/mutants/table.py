@@ -173,8 +173,8 @@ MUTANTS = [
     mutant(
         "rejected tokens are left in the row",
         "decode.py",
-        "count = jnp.where(failed, num_sound, verdict.num_accepted + 1)",
-        "count = jnp.where(failed, num_sound, draft.tokens.shape[1] + 1)",
+        "count = jnp.where(failed, judged.num_sound, verdict.num_accepted + 1)",
+        "count = jnp.where(failed, judged.num_sound, draft.tokens.shape[1] + 1)",
         "test_decode.py::test_a_step_reports_what_it_did",
     ),
     mutant(
@@ -258,13 +258,13 @@ MUTANTS = [
     mutant(
         "a row fails for what lies behind a rejected token",
         "decode.py",
-        "failed = (verdict.num_accepted >= num_sound)",
-        "failed = (draft.tokens.shape[1] >= num_sound)",
+        "failed = (verdict.num_accepted >= judged.num_sound)",
+        "failed = (draft.tokens.shape[1] >= judged.num_sound)",
         "test_decode.py::test_what_breaks_behind_a_rejected_token_is_never_seen[greedy]",
     ),
     mutant(
         "corrected and bonus tokens confused",
-        "generate.py",
+        "record.py",
         "jnp.where(whole, Source.BONUS, Source.CORRECTED)",
         "jnp.where(whole, Source.CORRECTED, Source.BONUS)",
         "test_generate.py::test_records_of_rows_that_keep_0_1_3_and_all",
