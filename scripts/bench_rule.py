@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     def timed(f: Callable[..., Any], *args: Any) -> tuple[float, float]:
         """Milliseconds, and the temporary memory in units of the logits."""
         compiled = jax.jit(f).lower(*args).compile()
+        memory = compiled.memory_analysis()
         seconds = median_seconds(lambda: jax.block_until_ready(compiled(*args)), config.runs)
-        return seconds * 1e3, compiled.memory_analysis().temp_size_in_bytes / logits.nbytes
+        return seconds * 1e3, memory.temp_size_in_bytes / logits.nbytes if memory else float("nan")
 
     once, _ = timed(lambda x: jnp.max(x, axis=-1), logits)
     console = Console()
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rule", "warp", "draft", "ms", "readings of the logits", "temporary, in logits", title=title
     )
     table.add_row("(reading once)", "", "", f"{once:.1f}", "1.0", "")
-    for name, options, given in (
+    cases: tuple[tuple[str, dict[str, Any], Draft], ...] = (
         ("greedy", {"temperature": 0.0}, draft),
         ("token", {"temperature": 0.8}, draft),
         ("token", {"temperature": 0.8}, one_hot),
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("coupled", {"temperature": 0.8}, draft),
         ("token", {"temperature": 0.8, "top_p": 0.95}, draft),
         ("token", {"temperature": 0.8, "top_k": 50}, draft),
-    ):
+    )
+    for name, options, given in cases:
         sampling = make_sampling(batch, **options)
 
         def judge(logits: Any, draft: Any, sampling: Any, rule: str = name) -> Any:

@@ -191,7 +191,7 @@ def _judge(
         [jnp.take_along_axis(context.tokens, positions[:, :1], axis=1), draft.tokens[:, :width]], axis=1
     )
     output = target.apply(target_params, fed, cache, positions)
-    broken = jnp.isnan(jnp.max(output.logits, axis=2))  # a maximum with a NaN is one
+    broken = ~jnp.isfinite(jnp.max(output.logits, axis=2))  # a maximum with a NaN is one
     num_sound = jnp.sum(jnp.cumsum(broken, axis=1) == 0, axis=1, dtype=jnp.int32)
     logits = warp(output.logits, state.sampling, context)
 

@@ -82,12 +82,13 @@ class Decoding:
         num_draft_tokens = 0 if drafter is None else drafter.num_draft_tokens
         tokens, length, limit = lay_out(target, prompts, max_tokens, num_draft_tokens)
         sampling = make_sampling(batch) if sampling is None else sampling
-        all_greedy = bool(np.all((np.asarray(sampling.temperature) == 0) | (np.asarray(sampling.top_k) == 1)))
+        all_greedy = bool(np.all(np.asarray(sampling.temperature) == 0))
         if sampling.seed.shape != (batch,):
             raise ValueError(
                 f"sampling has {sampling.seed.shape[0]} rows, not one for each of {batch} prompts"
             )
-        if sampling.bias_tokens.size and int(sampling.bias_tokens.max()) >= target.vocab_size:
+        edits = sampling.edits
+        if edits is not None and int(edits.bias_tokens.max(initial=-1)) >= target.vocab_size:
             raise ValueError(f"logit_bias has a token outside the vocabulary of {target.vocab_size}")
         if rule == "greedy" and not all_greedy:
             raise ValueError("rule 'greedy' needs temperature 0 or top_k 1 in every row; take another")

@@ -8,7 +8,7 @@ the request and the place in it, never on the batch around it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import chex
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import ArrayLike
 
-from specjax.types import Address, Array, Context, Key, SamplingParams
+from specjax.types import Address, Array, Context, Edits, Filters, Key, SamplingParams
 
 __all__ = ["Role", "argmax", "is_token", "keys_at", "make_sampling", "sample", "uniform", "warp"]
 
@@ -61,8 +61,8 @@ def make_sampling(
       seed: at least 0 and below 2**32. None gives row i the seed i; one number gives it to every row.
 
     Returns:
-      :class:`SamplingParams` with arrays [B]; biases are padded to the next power of two, 16 at least,
-      so that their number compiles few programs.
+      :class:`SamplingParams` with arrays [B], without filters or edits if no row has any. Biases are
+      padded to the next power of two, 16 at least, so that their number compiles few programs.
 
     Raises:
       ValueError: a value is out of its range, or a sequence isn't ``batch`` long.
@@ -92,28 +92,37 @@ def make_sampling(
         bias_values[row, : len(bias)] = list(bias.values())
     if not np.isfinite(bias_values).all() or any(token < 0 for bias in biases for token in bias):
         raise ValueError("logit_bias must map token ids to finite numbers")
-    return SamplingParams(
-        temperature=column("temperature", temperature, np.float32, "at least 0", 0),
+    filters = Filters(
+        min_p=column("min_p", min_p, np.float32, "in [0, 1]", 0, 1),
         top_k=column("top_k", top_k, np.int32, "at least 0", 0, 2**31 - 1),
         top_p=column("top_p", top_p, np.float32, "in (0, 1]", tiny, 1),
-        min_p=column("min_p", min_p, np.float32, "in [0, 1]", 0, 1),
+    )
+    edits = Edits(
+        bias_tokens=jnp.asarray(bias_tokens),
+        bias_values=jnp.asarray(bias_values),
         presence_penalty=column("presence_penalty", presence_penalty, np.float32, "a finite number", -np.inf),
         frequency_penalty=column(
             "frequency_penalty", frequency_penalty, np.float32, "a finite number", -np.inf
         ),
         repetition_penalty=column("repetition_penalty", repetition_penalty, np.float32, "above 0", tiny),
         min_tokens=column("min_tokens", min_tokens, np.int32, "at least 0", 0, 2**31 - 1),
-        bias_tokens=jnp.asarray(bias_tokens),
-        bias_values=jnp.asarray(bias_values),
-        seed=column(
-            "seed",
-            np.arange(batch) if seed is None else seed,
-            np.uint32,
-            "at least 0 and below 2**32",
-            0,
-            2**32 - 1,
-        ),
     )
+    seeds = np.arange(batch) if seed is None else seed
+    temperatures = column("temperature", temperature, np.float32, "at least 0", 0)
+    return SamplingParams(
+        # One token that stays is the likeliest.
+        temperature=jnp.where(filters.top_k == 1, 0, temperatures),
+        seed=column("seed", seeds, np.uint32, "at least 0 and below 2**32", 0, 2**32 - 1),
+        filters=filters if _any_differs(filters, min_p=0, top_k=0, top_p=1) else None,
+        edits=edits
+        if widest
+        or _any_differs(edits, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0)
+        else None,
+    )
+
+
+def _any_differs(values: Edits | Filters, **neutral: float) -> bool:
+    return any(bool(jnp.any(getattr(values, name) != value)) for name, value in neutral.items())
 
 
 def keys_at(address: Address, offset: Array, role: Role) -> Key:
@@ -182,10 +191,10 @@ def is_token(tokens: Array, shape: tuple[int, ...]) -> Array:
 def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     """Turns a model's logits into those that tokens are drawn from.
 
-    In this order, vLLM's: bias, penalties, what is forbidden (stop tokens before min_tokens, the context's
-    mask), temperature, min-p, top-k, and top-p over what these left. Greedy rows (temperature 0, or top_k
-    1) become one-hot at the argmax, the lowest id among equals, so that every rule treats them exactly and
-    in the same batch as sampled rows.
+    In vLLM's order: bias, penalties, what is forbidden (stop tokens before min_tokens, the context's
+    mask), temperature, min-p, top-k, and top-p over what these left. Greedy rows (temperature 0; top_k 1
+    is made that) become one-hot at the argmax, the lowest id among equals, so that every rule treats them
+    exactly and in the same batch as sampled rows.
 
     Args:
       logits: [B, T, V], any float dtype; row t scores the token at position length + t, and what it may
@@ -194,48 +203,39 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
       context: the text so far.
 
     Returns:
-      [B, T, V] float32 (float64 stays), with -inf at tokens that cannot be drawn.
+      [B, T, V] float32 (float64 stays): the largest of each row is 0, and what can't be drawn is -inf.
     """
     chex.assert_rank(logits, 3)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    # A batch without these options shouldn't pay for them: they are asked for while running.
-    edited = (
-        (sampling.presence_penalty != 0)
-        | (sampling.frequency_penalty != 0)
-        | (sampling.repetition_penalty != 1)
-        | (sampling.min_tokens > 0)
-    )
-    if sampling.bias_tokens.shape[1]:
-        edited |= jnp.any(sampling.bias_tokens >= 0, axis=1)
-    logits = lax.cond(jnp.any(edited), lambda x: _edit(x, sampling, context), lambda x: x, logits)
+    if sampling.edits is not None:
+        logits = _edit(logits, sampling.edits, context)
     if context.allowed is not None:
         logits = jnp.where(context.allowed(context, logits.shape[1]), logits, -jnp.inf)
 
     # Below the smallest normal float a CPU may take a number for 0, and divide by it.
-    greedy = (sampling.temperature < jnp.finfo(jnp.float32).tiny) | (sampling.top_k == 1)
-    temperature = jnp.where(greedy, 1, sampling.temperature).astype(logits.dtype)
-    filtered = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    # Taken off before the division, so that the smallest temperature can't overflow the best token.
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    scaled = lax.cond(
-        jnp.any(filtered & ~greedy),
-        lambda x: _filter(x, sampling),
-        lambda x: x,
-        (logits - best) / temperature[:, None, None],
-    )
-    never = logits.dtype.type(-jnp.inf)
-    one_hot = jnp.where(is_token(argmax(logits), logits.shape), logits.dtype.type(0), never)
+    greedy = sampling.temperature < jnp.finfo(jnp.float32).tiny
+    # A factor, not a divisor: XLA recomputes a product where it is read, but keeps a quotient in memory.
+    factor = 1 / jnp.where(greedy, 1, sampling.temperature).astype(logits.dtype)
+    # The best is taken off before, so that the smallest temperature can't overflow it.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) * factor[:, None, None]
+    if sampling.filters is not None:
+        scaled = _filter(scaled, sampling.filters)
+
+    # A batch without a greedy row shouldn't look for its argmax.
+    best = lax.cond(jnp.any(greedy), argmax, lambda x: jnp.zeros(x.shape[:2], jnp.int32), logits)
+    number = logits.dtype.type
+    one_hot = jnp.where(is_token(best, logits.shape), number(0), number(-jnp.inf))
     return jnp.where(greedy[:, None, None], one_hot, scaled)
 
 
-def _edit(logits: Array, sampling: SamplingParams, context: Context) -> Array:
+def _edit(logits: Array, edits: Edits, context: Context) -> Array:
     """Bias, penalties and min_tokens: what changes the argmax too."""
     batch, count, vocab_size = logits.shape
     rows = jnp.arange(batch)[:, None]
     bias = jnp.zeros((batch, vocab_size), logits.dtype)
     # Filler is sent past the end, where a scatter drops it.
-    ids = jnp.where(sampling.bias_tokens < 0, vocab_size, sampling.bias_tokens)
-    bias = bias.at[rows, ids].add(sampling.bias_values.astype(logits.dtype), mode="drop")
+    ids = jnp.where(edits.bias_tokens < 0, vocab_size, edits.bias_tokens)
+    bias = bias.at[rows, ids].add(edits.bias_values.astype(logits.dtype), mode="drop")
     logits = logits + bias[:, None]
 
     slots = jnp.arange(context.tokens.shape[1])[None]
@@ -254,37 +254,43 @@ def _edit(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     def each(value: Array) -> Array:
         return value.astype(logits.dtype)[:, None, None]
 
-    repetition = each(sampling.repetition_penalty)
+    repetition = each(edits.repetition_penalty)
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
-    logits = logits - each(sampling.frequency_penalty) * counts.astype(logits.dtype)
-    logits = logits - each(sampling.presence_penalty) * (counts > 0).astype(logits.dtype)
+    logits = logits - each(edits.frequency_penalty) * counts.astype(logits.dtype)
+    logits = logits - each(edits.presence_penalty) * (counts > 0).astype(logits.dtype)
 
     position = context.length[:, None] + jnp.arange(count)[None] - context.prompt_length[:, None]
-    early = position < sampling.min_tokens[:, None]
+    early = position < edits.min_tokens[:, None]
     is_stop = none.at[rows, jnp.where(context.stop_tokens < 0, vocab_size, context.stop_tokens)].set(
         1, mode="drop"
     )
     return jnp.where(early[:, :, None] & (is_stop > 0)[:, None], -jnp.inf, logits)
 
 
-def _filter(logits: Array, sampling: SamplingParams) -> Array:
-    """Min-p, top-k and top-p."""
-    top_k, top_p, min_p = (x[:, None, None] for x in (sampling.top_k, sampling.top_p, sampling.min_p))
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    logits = jnp.where((min_p > 0) & (logits < best + jnp.log(min_p).astype(logits.dtype)), -jnp.inf, logits)
+def _filter(logits: Array, filters: Filters) -> Array:
+    """Min-p, top-k and top-p, of logits whose largest is 0."""
+    min_p, top_k, top_p = (x[:, None, None] for x in (filters.min_p, filters.top_k, filters.top_p))
+    logits = jnp.where(logits < jnp.log(min_p).astype(logits.dtype), -jnp.inf, logits)
 
     vocab_size = logits.shape[-1]
-    goal = jnp.where(top_k == 0, vocab_size, jnp.minimum(top_k, vocab_size)).astype(logits.dtype)
-    kept = _keep(logits, jnp.ones_like(logits), jnp.broadcast_to(goal[..., 0], logits.shape[:2]))
-    logits = jnp.where(top_k > 0, kept, logits)
-
-    mass = jax.nn.softmax(logits, axis=-1)
-    kept = _keep(logits, mass, top_p[..., 0].astype(logits.dtype) * jnp.sum(mass, axis=-1))
+    # Asked for while running, since one search costs as many passes as a number has bits.
+    logits = lax.cond(
+        jnp.any(top_k > 0),
+        lambda x: _keep(
+            x,
+            lambda x: jnp.ones_like(x),
+            jnp.where(top_k == 0, vocab_size, jnp.minimum(top_k, vocab_size))[..., 0].astype(x.dtype),
+        ),
+        lambda x: x,
+        logits,
+    )
+    goal = top_p[..., 0].astype(logits.dtype) * jnp.sum(jnp.exp(logits), axis=-1)
+    kept = lax.cond(jnp.any(top_p < 1), lambda x: _keep(x, jnp.exp, goal), lambda x: x, logits)
     return jnp.where(top_p < 1, kept, logits)
 
 
-def _keep(logits: Array, weights: Array, goal: Array) -> Array:
-    """Keeps the likeliest tokens, as few as together weigh ``goal`` [B, T], and masks the rest.
+def _keep(logits: Array, weigh: Callable[[Array], Array], goal: Array) -> Array:
+    """Keeps the likeliest tokens, as few as together weigh ``goal`` [B, T] or [B, 1], and masks the rest.
 
     The threshold is searched bit by bit over the floats' order: exact, no sort, one pass a bit.
     """
@@ -293,6 +299,7 @@ def _keep(logits: Array, weights: Array, goal: Array) -> Array:
     raw = lax.bitcast_convert_type(logits, integer)
     # Negative floats order backwards as integers: flipping all but their sign mends that.
     order = raw ^ (lax.shift_right_arithmetic(raw, integer.type(bits - 1)) & jnp.iinfo(integer).max)
+    weights = weigh(logits)
 
     def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # weight(order >= low) reaches the goal, weight(order >= high) does not

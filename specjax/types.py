@@ -34,6 +34,8 @@ __all__ = [
     "DecodeState",
     "Draft",
     "Drafter",
+    "Edits",
+    "Filters",
     "Key",
     "Logprobs",
     "Model",
@@ -103,20 +105,37 @@ class Model(Protocol):
 
 
 @pytree
-class SamplingParams:
-    """How each row is sampled; every field is an array with one value a row."""
+class Edits:
+    """What is done to each row's logits before the temperature, and so to greedy rows too."""
 
-    temperature: Array  # [B] float32 >= 0; 0 is greedy
-    top_k: Array  # [B] int32; the k likeliest tokens stay; 0 keeps all
-    top_p: Array  # [B] float32 in (0, 1]; the smallest set of at least this mass stays
-    min_p: Array  # [B] float32 in [0, 1]; tokens of at least this share of the likeliest one's stay
+    bias_tokens: Array  # [B, N] int32 ids whose logits get a bias; -1 is filler
+    bias_values: Array  # [B, N] float32
     presence_penalty: Array  # [B] float32, off the logits of tokens decoded before
     frequency_penalty: Array  # [B] float32, the same for each time they were
     repetition_penalty: Array  # [B] float32 > 0, divides the logits of tokens in prompt or output
     min_tokens: Array  # [B] int32; stop tokens are forbidden before so many are decoded
-    bias_tokens: Array  # [B, N] int32 ids whose logits get a bias; -1 is filler
-    bias_values: Array  # [B, N] float32
+
+
+@pytree
+class Filters:
+    """Which tokens stay, after the temperature."""
+
+    min_p: Array  # [B] float32 in [0, 1]; tokens of at least this share of the likeliest one's stay
+    top_k: Array  # [B] int32; the k likeliest tokens stay; 0 keeps all
+    top_p: Array  # [B] float32 in (0, 1]; the smallest set of at least this mass stays
+
+
+@pytree
+class SamplingParams:
+    """How each row is sampled. A batch in which no row has an edit, or a filter, has None there.
+
+    That makes four kinds of batch to compile for, and the plain ones pay nothing for the others.
+    """
+
+    temperature: Array  # [B] float32 >= 0; 0 is greedy
     seed: Array  # [B] uint32; the only source of the row's randomness
+    filters: Filters | None
+    edits: Edits | None
 
 
 Allowed = Callable[["Context", int], Array]

@@ -35,7 +35,8 @@ def token(address: Address, draft: Draft, target_logits: Array) -> Verdict:
     Args:
       address: names the step's noise; uniforms at offsets 0..K-1, the draw at the stop's offset.
       draft: K tokens a row, of which the first ``lengths`` count.
-      target_logits: [B, K+1, V] float, warped; row i scores the token after i drafted ones.
+      target_logits: [B, K+1, V] float, warped (so the largest of each row is 0); row i scores the token
+        after i drafted ones.
 
     Returns:
       The verdict.
@@ -129,7 +130,7 @@ def residual_logits(draft: Draft, target_logits: Array, num_accepted: Array, sca
       [B, V] float, unnormalised.
     """
     pick = jax.vmap(lambda rows, i: lax.dynamic_index_in_dim(rows, i, keepdims=False))
-    target = jax.nn.softmax(pick(target_logits, num_accepted), axis=-1)
+    target = _probs(pick(target_logits, num_accepted))
     num_drafted = draft.tokens.shape[1]
     if num_drafted == 0:
         return jnp.log(target)
@@ -137,7 +138,7 @@ def residual_logits(draft: Draft, target_logits: Array, num_accepted: Array, sca
     if draft.logits is None:
         rest = jnp.where(is_token(pick(draft.tokens, stopped), target.shape), 0, target)
     else:
-        draft_probs = jax.nn.softmax(pick(draft.logits, stopped), axis=-1)
+        draft_probs = _probs(pick(draft.logits, stopped))
         rest = jnp.maximum(scale[:, None] * target - draft_probs, 0)
     # Rounding can leave nothing over where p and q all but agree; then p is the answer, to rounding.
     use_target = (num_accepted == draft.lengths)[:, None] | (jnp.sum(rest, axis=-1, keepdims=True) <= 0)
@@ -152,9 +153,15 @@ def _check(draft: Draft, target_logits: Array) -> None:
         chex.assert_shape(draft.logits, (batch, num_drafted, target_logits.shape[-1]))
 
 
+def _probs(logits: Array) -> Array:
+    """The softmax of warped logits: their largest is 0, so there is none to look for."""
+    weights = jnp.exp(logits)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
 def _log_prob(logits: Array, tokens: Array) -> Array:
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
 
 
 def _ratios(draft: Draft, target_logits: Array) -> Array:
@@ -171,10 +178,8 @@ def _leftover(prefixes: Array, tokens: Array, draft_logits: Array | None, target
     """S_i = sum_x max(P_i p(x) - q(x), 0), all [B, N]."""
     if draft_logits is None:  # only the drafted token loses anything, and it loses all
         return prefixes * (1 - jnp.exp(_log_prob(target_logits, tokens)))
-    target = jax.nn.softmax(target_logits, axis=-1)
-    return jnp.sum(
-        jnp.maximum(prefixes[..., None] * target - jax.nn.softmax(draft_logits, axis=-1), 0), axis=-1
-    )
+    rest = prefixes[..., None] * _probs(target_logits) - _probs(draft_logits)
+    return jnp.sum(jnp.maximum(rest, 0), axis=-1)
 
 
 def _masked(accept_probs: Array, lengths: Array) -> Array:

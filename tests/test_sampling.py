@@ -243,8 +243,12 @@ def test_a_value_out_of_range_is_named(values, message):
 
 def test_sampling_values_by_default_and_by_row():
     values = make_sampling(3)
-    defaults = [np.asarray(x).tolist() for x in (values.temperature, values.top_k, values.top_p)]
-    assert defaults == [[0.0] * 3, [0] * 3, [1.0] * 3]
+    assert values.temperature.tolist() == [0.0] * 3
+    assert values.filters is None
+    assert values.edits is None
+    assert make_sampling(2, top_p=[1.0, 0.5]).filters.top_k.tolist() == [0, 0]
+    assert make_sampling(2, min_tokens=3).edits.repetition_penalty.tolist() == [1.0, 1.0]
+    assert make_sampling(2, temperature=0.7, top_k=[1, 2]).temperature.tolist() == pytest.approx([0.0, 0.7])
     assert values.seed.tolist() == [0, 1, 2]
     assert values.seed.dtype == jnp.uint32
     assert make_sampling(3, seed=7).seed.tolist() == [7, 7, 7]
