@@ -34,7 +34,7 @@ OPTIONS = [
     {"min_p": 0.1},
     {"min_p": 1.0},
     {"min_p": 0.3, "top_k": 3, "temperature": 1.4},
-    {"min_tokens": 5},
+    {"min_tokens": 12},
     {
         "presence_penalty": 0.5,
         "frequency_penalty": 0.3,
