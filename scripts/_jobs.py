@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from specjax.scripts import _cli
 
-__all__ = ["Decoder", "DecoderOptions", "load_decoder", "spec_bench"]
+__all__ = ["Decoder", "DecoderOptions", "SamplingOptions", "load_decoder", "spec_bench"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,32 @@ class DecoderOptions:
             )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ValueError("--prompt-lookup-min must be at least 1 and at most --prompt-lookup-max")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How every row is sampled."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that make up this mass."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Off the logits of tokens decoded before."""
+    frequency_penalty: float = 0.0
+    """The same for each time they were."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens in the prompt or the output."""
+    min_tokens: int = 0
+    """The model can't end the text before so many tokens."""
+
+    def values(self) -> dict[str, Any]:
+        """The options by name, as ``make_sampling`` takes them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingOptions)}
 
 
 @dataclasses.dataclass(frozen=True)

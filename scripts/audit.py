@@ -20,7 +20,7 @@ from specjax.scripts import _cli, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.DecoderOptions):
+class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
     """What to audit, and how closely."""
 
     prompts: Path | None = None
@@ -38,18 +38,6 @@ class Config(_jobs.DecoderOptions):
     """Sampled rows from each of two contexts; more find smaller faults."""
     temperature: float = 1.0
     """Of the sampled checks; above 0."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that make up this mass."""
-    min_p: float = 0.0
-    """Keep tokens of at least this share of the likeliest one's probability."""
-    presence_penalty: float = 0.0
-    """Off the logits of tokens decoded before."""
-    frequency_penalty: float = 0.0
-    """The same for each time they were."""
-    repetition_penalty: float = 1.0
-    """Divides the logits of tokens in the prompt or the output."""
     json: Path | None = None
     """Also write the report here."""
 
@@ -64,24 +52,13 @@ class Config(_jobs.DecoderOptions):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
 
 
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one line a check; exit code 1 if any fails."""
     config = _cli.parse(Config, argv, __doc__)
     from specjax.audit import Audit
     from specjax.sampling import make_sampling
 
-    options = {name: getattr(config, name) for name in SAMPLING}
+    options = config.values()
     with _cli.blame_input():
         make_sampling(1, **options)
         prompts = _prompts(config)

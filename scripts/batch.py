@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 import tyro
 
-from specjax.engine.requests import Request, RequestError, error_line, parse_request, response_line
+from specjax.engine.requests import NEUTRAL, Request, RequestError, error_line, parse_request, response_line
 from specjax.scripts import _cli, _jobs
 
 # Requests are sorted by length within so many batches: like lengths finish together, and the file is
@@ -133,6 +133,9 @@ def _prepare(
         context = decoder.loaded.model.context_length
         if len(ids) >= context:
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}")
+        vocab_size = decoder.loaded.model.vocab_size
+        if any(token >= vocab_size for token in request.sampling["logit_bias"]):
+            raise ValueError(f"logit_bias has a token outside the vocabulary of {vocab_size}")
         return request, ids
     except ValueError as error:
         raise RequestError(str(error), request.custom_id) from None
@@ -152,22 +155,24 @@ def _answer(
     # The last batch is filled up to the shape that is compiled already, with rows that end at once.
     missing = config.batch_size - len(batch)
 
-    def column(name: str, filler: Any) -> list[Any]:
-        return [getattr(request, name) for request in requests] + [filler] * missing
-
     results = generate(
         prompts=[ids for _, ids in batch] + [[0]] * missing,
         max_tokens=[request.max_tokens or config.max_tokens for request in requests] + [1] * missing,
         sampling=make_sampling(
             config.batch_size,
-            temperature=column("temperature", 0.0),
-            top_k=column("top_k", 0),
-            top_p=column("top_p", 1.0),
-            seed=column("seed", 0),
+            **{
+                name: [request.sampling[name] for request in requests] + [NEUTRAL[name]] * missing
+                for name in NEUTRAL
+            },
         ),
         **decoder.arguments(),
     )
     for (request, ids), result in zip(batch, results, strict=False):
+        if result.failed:
+            totals.refused += 1
+            error = RequestError("the model's logits stopped being numbers", request.custom_id)
+            print(error_line(error), file=sink, flush=True)
+            continue
         line = response_line(
             request,
             decoder.tokenizer.decode(result.tokens),

@@ -17,7 +17,7 @@ from specjax.scripts import _cli, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.DecoderOptions):
+class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
     """One prompt and how to decode it."""
 
     prompt: tyro.conf.Positional[str] = "-"
@@ -26,12 +26,6 @@ class Config(_jobs.DecoderOptions):
     """Ask the prompt as a user would, through the model's chat template."""
     max_tokens: int = 128
     """The most tokens to decode."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens that make up this mass."""
     seed: int = 0
     """The only source of randomness."""
     stream: bool = False
@@ -47,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from specjax.sampling import make_sampling
 
     with _cli.blame_input(ValueError):
-        sampling = make_sampling(
-            1, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed
-        )
+        sampling = make_sampling(1, **config.values(), seed=config.seed)
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
         if not prompt.strip():
             raise ValueError("the prompt is empty: give some text")

@@ -12,12 +12,27 @@ import json
 import zlib
 from typing import Any
 
-__all__ = ["Request", "RequestError", "error_line", "parse_request", "response_line"]
+__all__ = ["NEUTRAL", "Request", "RequestError", "error_line", "parse_request", "response_line"]
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 MOST = 2**31 - 1
 """The largest number that an option may have, where nothing else bounds it."""
+
+
+NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "logit_bias": {},
+    "seed": 0,
+}
+"""The sampling options, with the values that a request has where it says nothing."""
 
 
 class RequestError(ValueError):
@@ -36,10 +51,7 @@ class Request:
     model: str
     prompt: str | list[dict[str, Any]]  # bare text, or the messages of a conversation
     max_tokens: int | None  # None leaves it to the job
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
+    sampling: dict[str, Any]  # every option of make_sampling, seed included
 
     @property
     def is_chat(self) -> bool:
@@ -99,9 +111,13 @@ def response_line(
     return _line(request.custom_id, response, None)
 
 
-def error_line(error: RequestError, number: int) -> str:
-    """The output line for the input's ``number``-th line, counted from 1, which could not be answered."""
-    return _line(error.custom_id, None, {"code": "invalid_request", "message": f"line {number}: {error}"})
+def error_line(error: RequestError, number: int | None = None) -> str:
+    """The output line of a request that could not be answered, in the input's ``number``-th line from 1."""
+    return _line(
+        error.custom_id,
+        None,
+        {"code": "invalid_request", "message": str(error) if number is None else f"line {number}: {error}"},
+    )
 
 
 def _line(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
@@ -129,36 +145,56 @@ def _parse(custom_id: str, row: dict[str, Any]) -> Request:
     model = body.pop("model", None)
     if not isinstance(model, str):
         raise RequestError("model must be a string")
-    max_tokens = _number(body, "max_tokens", None, int, 1, MOST)
+    max_tokens = _number(body, "max_tokens", int, 1, MOST)
     if url == CHAT_URL:
-        max_tokens = _number(body, "max_completion_tokens", max_tokens, int, 1, MOST)
-    request = Request(
-        custom_id=custom_id,
-        model=model,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=_number(body, "temperature", 1.0, float, 0, MOST),
-        top_p=_number(body, "top_p", 1.0, float, 0, 1),
-        top_k=max(0, _number(body, "top_k", 0, int, -1, MOST)),  # vLLM's -1 is our 0: keep all
+        max_tokens = _number(body, "max_completion_tokens", int, 1, MOST, max_tokens)
+    sampling = NEUTRAL | {
+        "temperature": _number(body, "temperature", float, 0, MOST),
+        "top_p": _number(body, "top_p", float, 0, 1),
+        "top_k": _number(body, "top_k", int, -1, MOST),
+        "min_p": _number(body, "min_p", float, 0, 1),
+        "presence_penalty": _number(body, "presence_penalty", float, -MOST, MOST),
+        "frequency_penalty": _number(body, "frequency_penalty", float, -MOST, MOST),
+        "repetition_penalty": _number(body, "repetition_penalty", float, 0, MOST),
+        "min_tokens": _number(body, "min_tokens", int, 0, MOST),
+        "logit_bias": _bias(body.pop("logit_bias", {})),
         # Without a seed of its own a request still gives the same answer each time it is run.
-        seed=_number(body, "seed", zlib.crc32(custom_id.encode("utf-8", "replace")), int, 0, 2**32 - 1),
-    )
-    if request.top_p == 0:
-        raise RequestError("top_p must be above 0")
+        "seed": _number(body, "seed", int, 0, 2**32 - 1, zlib.crc32(custom_id.encode("utf-8", "replace"))),
+    }
+    sampling["top_k"] = max(0, sampling["top_k"])  # vLLM's -1 is our 0: keep all
+    for name in ("top_p", "repetition_penalty"):
+        if sampling[name] == 0:
+            raise RequestError(f"{name} must be above 0")
     if body:
         raise RequestError(f"option {min(body)!r} is not supported")
-    return request
+    return Request(custom_id, model, prompt, max_tokens, sampling)
 
 
-def _number(body: dict[str, Any], name: str, default: Any, kind: type, low: float, high: float) -> Any:
-    value = body.pop(name, default)
-    if value is None or value is default:
-        return value
+def _number(body: dict[str, Any], name: str, kind: type, low: float, high: float, default: Any = None) -> Any:
+    """Takes an option out of the body; ``default``, or the neutral value, where it isn't there."""
+    if name not in body:
+        return NEUTRAL.get(name) if default is None else default
+    value = body.pop(name)
     right_kind = isinstance(value, (int, float)) if kind is float else isinstance(value, int)
     if isinstance(value, bool) or not right_kind or not (low <= value <= high):
         noun = "a number" if kind is float else "a whole number"
         raise RequestError(f"{name} must be {noun} in {low}..{high}, not {value!r}")
     return kind(value)
+
+
+def _bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, dict):
+        raise RequestError("logit_bias must be an object from token ids to numbers")
+    for token, value in bias.items():
+        known = token.isascii() and token.isdigit() and len(token) < 10
+        if (
+            not known
+            or isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not abs(value) <= MOST
+        ):
+            raise RequestError(f"logit_bias must map token ids to numbers, not {token!r} to {value!r}")
+    return {int(token): float(value) for token, value in bias.items()}
 
 
 def _text(prompt: Any) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specjax.engine.requests import RequestError, error_line, parse_request, response_line
+from specjax.engine.requests import NEUTRAL, RequestError, error_line, parse_request, response_line
 
 CHAT = {
     "custom_id": "a",
@@ -28,15 +28,22 @@ def test_a_request_keeps_what_it_asks_for():
     request = parse_request(changed(CHAT, top_p=0.5, top_k=7, seed=3, max_completion_tokens=9))
     assert request.is_chat
     assert request.prompt == [{"role": "user", "content": "hi"}]
-    assert (request.max_tokens, request.temperature, request.top_p) == (9, 0.0, 0.5)
-    assert (request.top_k, request.seed) == (7, 3)
+    assert request.max_tokens == 9
+    assert request.sampling == NEUTRAL | {"temperature": 0.0, "top_p": 0.5, "top_k": 7, "seed": 3}
+    request = parse_request(
+        changed(TEXT, logit_bias={"5": -100, "7": 2.5}, min_tokens=2, presence_penalty=-1)
+    )
+    assert request.sampling["logit_bias"] == {5: -100.0, 7: 2.5}
+    assert (request.sampling["min_tokens"], request.sampling["presence_penalty"]) == (2, -1.0)
 
 
 def test_what_is_left_out_or_null_has_the_usual_default():
     request = parse_request(changed(TEXT, temperature=None, top_k=-1))
-    assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (None, 1.0, 1.0, 0)
-    assert request.seed == parse_request(json.dumps(TEXT)).seed  # the same on every run
-    assert request.seed != parse_request(json.dumps({**TEXT, "custom_id": "c"})).seed
+    assert request.max_tokens is None
+    assert request.sampling == NEUTRAL | {"seed": request.sampling["seed"]}
+    assert request == parse_request(json.dumps(TEXT))  # the same on every run
+    other = parse_request(json.dumps({**TEXT, "custom_id": "c"}))
+    assert request.sampling["seed"] != other.sampling["seed"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +74,12 @@ def test_what_is_left_out_or_null_has_the_usual_default():
         (changed(CHAT, max_tokens=1.5), "max_tokens must be a whole number"),
         (changed(CHAT, seed=2**32), "seed must be"),
         (changed(CHAT, stop=["x"]), "option 'stop' is not supported"),
+        (changed(CHAT, repetition_penalty=0), "repetition_penalty must be above 0"),
+        (changed(CHAT, min_p=2), "min_p must be a number in 0..1"),
+        (changed(CHAT, min_tokens=-1), "min_tokens must be a whole number"),
+        (changed(CHAT, logit_bias=[1]), "logit_bias must be an object"),
+        (changed(CHAT, logit_bias={"x": 1}), "logit_bias must map token ids to numbers, not 'x'"),
+        (changed(CHAT, logit_bias={"1": "a"}), "logit_bias must map token ids to numbers"),
     ],
 )
 def test_a_bad_line_says_what_is_wrong(line, message):

@@ -146,6 +146,44 @@ def test_a_row_is_answered_alike_in_any_batch(model, tmp_path):
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_options_of_a_line_change_its_answer(model, tmp_path):
+    options = [
+        {},
+        {"logit_bias": {"100": 100}},
+        {"repetition_penalty": 5},
+        {"presence_penalty": 50},
+        {"frequency_penalty": 50},
+        {"temperature": 5, "seed": 1},
+        {"temperature": 5, "seed": 2},
+        {"temperature": 5, "seed": 1, "top_k": 2},
+        {"temperature": 5, "seed": 1, "top_p": 0.01},
+        {"temperature": 5, "seed": 1, "min_p": 0.9},
+    ]
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(str(i), "the hehe", **body) for i, body in enumerate(options)))
+    assert run("batch", "-i", source, "-o", sink, "--model", model, "--batch-size", 10) == 0
+    texts = {int(key): row["response"]["body"]["choices"][0]["text"] for key, row in answers(sink).items()}
+    for i in (1, 2, 3, 4, 5, 6):
+        assert texts[i] != texts[0], options[i]
+    for i in (6, 7, 8, 9):
+        assert texts[i] != texts[5], options[i]
+
+
+def test_an_audit_reports(model, tmp_path, capsys):
+    prompts, report = tmp_path / "in.jsonl", tmp_path / "report.json"
+    prompts.write_text("\n".join([line("a", "hehe"), line("b", "the he")]))
+    options = ["--prompts", prompts, "--draws", 64, "--max-tokens", 8, "--json", report]
+    assert run("audit", "--model", model, *options) == 0
+    assert "pass  greedy identity: " in capsys.readouterr().out
+    found = json.loads(report.read_text())
+    assert found["passed"]
+    assert {"greedy identity", "law of every token", "coupled identity"} <= {
+        c["name"] for c in found["checks"]
+    }
+    assert run("audit", "--model", model, "--temperature", 0) == 2
+    assert "--temperature must be above 0" in capsys.readouterr().err
+
+
 def test_an_output_that_is_there_is_not_replaced_unasked(model, tmp_path, capsys):
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(line("one", "hehe"))
