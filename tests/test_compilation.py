@@ -16,7 +16,6 @@ from specjax import generate as module
 from specjax.drafters import LookupDrafter, ModelDrafter
 from specjax.generate import Decoding, generate
 from specjax.sampling import make_sampling
-from specjax.verify import RULES
 
 V, K = 7, 3
 TABLE = tables.random_table(0, V)
@@ -127,9 +126,12 @@ def test_the_state_is_given_away():
 
 @pytest.mark.parametrize("drafter", [None, LookupDrafter(K, 1, 2)], ids=["plain", "lookup"])
 def test_nothing_comes_back_to_the_host_inside_the_loop(drafter):
-    how = dict(target=tables.TableModel(V), drafter=drafter, rule=RULES["token"])
     sampling = make_sampling(2, temperature=1.0)
-    decoding = Decoding(how["target"], TABLE, [[1, 2], [3]], max_tokens=9, drafter=drafter, sampling=sampling)
-    program = module._advance.lower(TABLE, None, decoding._state, decoding._record, 5, **how).as_text()
+    decoding = Decoding(
+        tables.TableModel(V), TABLE, [[1, 2], [3]], max_tokens=9, drafter=drafter, sampling=sampling
+    )
+    state = decoding._state, decoding._record
+    how = dict(rule=decoding._rule, num_logprobs=None, **decoding._static)
+    program = module._advance.lower(*decoding._params, *state, 5, **how).as_text()
     assert "stablehlo.while" in program
     assert not re.search("callback|infeed|outfeed|stablehlo.send", program)
