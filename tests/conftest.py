@@ -9,7 +9,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax
-from gguf_files import smollm2, write_gguf  # noqa: F401
+from gguf_files import smollm2, tiny_weights_function, write_gguf  # noqa: F401
 
 from specjax.scripts import _cli
 
