@@ -156,7 +156,16 @@ class Tokenizer:
 
         Returns:
           The ids.
+
+        Raises:
+          ValueError: the text is no Unicode.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half a surrogate pair at character {error.start}: mend it"
+            ) from None
         ids = self._backend.encode(text, add_special_tokens=False).ids
         begin = self.add_bos if add_bos is None else add_bos
         if begin and self.bos_id is not None and ids[:1] != [self.bos_id]:

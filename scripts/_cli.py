@@ -16,6 +16,7 @@ A job is a file in this folder: its docstring is its help, ``Config`` its option
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -120,9 +121,20 @@ def run(main: Main, argv: Sequence[str] | None = None, *, command: str | None = 
         print(f"\n{command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # `specjax ... | head`: not an error. The interpreter flushes stdout once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `specjax ... | head`: not an error.
+        _silence_stdout()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        print(f"{command}: error: the output can't be written: {error.strerror}", file=sys.stderr)
+        _silence_stdout()
+        return 1
+
+
+def _silence_stdout() -> None:
+    """What is still to be written goes nowhere: the interpreter flushes stdout once more on its way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def cache_folder() -> Path:

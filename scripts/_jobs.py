@@ -124,7 +124,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             # The target as its own draft needs no second copy of the weights.
             draft = loaded if options.draft == options.model else load_model(options.draft, options.dtype)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
-            drafter, draft_params = ModelDrafter(draft.model, count), draft.params
+            drafter, draft_params = ModelDrafter(draft.model, count, loaded.model.vocab_size), draft.params
     return Decoder(options, loaded, drafter, draft_params, plain_drafter)
 
 
@@ -137,7 +137,7 @@ def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[d
     path = Path(__file__).parent / "data" / "spec_bench_dev.jsonl"
     counts: dict[str, int] = {}
     prompts = []
-    for row in map(json.loads, path.read_text().splitlines()):
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         task = row["task"]
         counts[task] = counts.get(task, 0) + 1
         if (not tasks or task in tasks) and (per_task is None or counts[task] <= per_task):

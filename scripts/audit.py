@@ -43,6 +43,8 @@ class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.checks:
+            raise ValueError("--checks names no check")
         if self.draft == "none":
             raise ValueError("--draft none leaves nothing to audit")
         if self.temperature <= 0:
@@ -104,8 +106,8 @@ def _prompts(config: Config) -> list:
     if config.prompts is None:
         tasks = [row["messages"] for row in _jobs.spec_bench()]
         return tasks[:: max(1, len(tasks) // config.num_prompts)][: config.num_prompts]
-    lines = config.prompts.read_text(encoding="utf-8").splitlines()
-    requests = [parse_request(line) for line in lines if line.strip()][: config.num_prompts]
+    with config.prompts.open(encoding="utf-8-sig") as lines:
+        requests = [parse_request(line) for line in lines if line.strip()][: config.num_prompts]
     if not requests:
         raise ValueError(f"{config.prompts} has no request")
     return [request.prompt for request in requests]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import sys
 import time
@@ -70,8 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         with _cli.blame_input(OSError):
             source = _open(stack, config.input, "r")
-            if config.output != Path("-") and config.output.exists() and not config.overwrite:
-                _cli.fail(f"{config.output} is there already: move it away, or give --overwrite")
+            if config.output.is_file():  # and no pipe or device
+                if not config.overwrite:
+                    _cli.fail(f"{config.output} is there already: move it away, or give --overwrite")
+                if config.input.exists() and config.output.samefile(config.input):
+                    _cli.fail(f"{config.output} is the input too: name another --output")
         decoder = _jobs.load_decoder(config)
         with _cli.blame_input(OSError):
             sink = _open(stack, config.output, "w")
@@ -108,17 +112,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open(stack: contextlib.ExitStack, path: Path, mode: str) -> IO[str]:
     if path == Path("-"):
+        if mode == "r" and isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         return sys.stdin if mode == "r" else sys.stdout
-    # A byte that is no UTF-8 costs its own line: it can't be JSON with the replacement in a key, or is text.
-    return stack.enter_context(
-        path.open(mode, encoding="utf-8", errors="replace" if mode == "r" else "strict")
-    )
+    if mode == "w":
+        return stack.enter_context(path.open(mode, encoding="utf-8"))
+    # A byte that is no UTF-8 becomes half a surrogate pair, and so costs its own line only.
+    return stack.enter_context(path.open(mode, encoding="utf-8-sig", errors="surrogateescape"))
 
 
 def _prepare(
     request: Request, seen: set[str], decoder: _jobs.Decoder, config: Config
 ) -> tuple[Request, list[int]]:
     """The request's ids; a RequestError if it can't be answered by this job."""
+    from specjax.sampling import make_sampling
+
     try:
         if request.custom_id in seen:
             raise ValueError("custom_id was used by an earlier line")
@@ -136,6 +144,7 @@ def _prepare(
         vocab_size = decoder.loaded.model.vocab_size
         if any(token >= vocab_size for token in request.sampling["logit_bias"]):
             raise ValueError(f"logit_bias has a token outside the vocabulary of {vocab_size}")
+        make_sampling(1, **request.sampling)  # refuses what it can't take, before it is part of a batch
         return request, ids
     except ValueError as error:
         raise RequestError(str(error), request.custom_id) from None
@@ -154,6 +163,7 @@ def _answer(
     requests = [request for request, _ in batch]
     # The last batch is filled up to the shape that is compiled already, with rows that end at once.
     missing = config.batch_size - len(batch)
+    filler = NEUTRAL | {"temperature": 0.0}
 
     results = generate(
         prompts=[ids for _, ids in batch] + [[0]] * missing,
@@ -161,7 +171,7 @@ def _answer(
         sampling=make_sampling(
             config.batch_size,
             **{
-                name: [request.sampling[name] for request in requests] + [NEUTRAL[name]] * missing
+                name: [request.sampling[name] for request in requests] + [filler[name]] * missing
                 for name in NEUTRAL
             },
         ),

@@ -40,6 +40,8 @@ class Config(_jobs.DecoderOptions):
         super().__post_init__()
         if min(self.per_task, self.max_tokens, self.runs) < 1:
             raise ValueError("--per-task, --max-tokens and --runs must be at least 1")
+        if self.max_tokens < 4 * (self.num_speculative_tokens + 1):
+            raise ValueError("--max-tokens must be at least 4 (1 + --num-speculative-tokens)")
         if self.draft == "none":
             raise ValueError("--draft none leaves nothing to compare with plain decoding")
 
@@ -246,6 +248,7 @@ def measure_memory(config: Config, prompts: list[dict[str, Any]]) -> dict[str, f
     longest = max(prompts, key=lambda prompt: len(prompt["messages"][0]["content"]))
     command = [sys.executable, "-m", "specjax.scripts", "generate", "--chat", "--model", config.model]
     command += ["--draft", config.draft, "--dtype", config.dtype, "--max-tokens", str(config.max_tokens)]
+    command += ["--num-speculative-tokens", str(config.num_speculative_tokens)]
     subprocess.run(
         command, input=longest["messages"][0]["content"], text=True, capture_output=True, check=True
     )

@@ -17,6 +17,11 @@ class Config(_jobs.DecoderOptions):
     max_tokens: int = 96
     """Tokens decoded for each prompt."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens < 1:
+            raise ValueError("--max-tokens must be at least 1")
+
 
 CODE = """def area(shape):
     if shape.kind == "circle":

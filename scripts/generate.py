@@ -32,7 +32,7 @@ class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
     """Print text as it comes."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Prints the text on standard output, and one line of figures on standard error."""
     config = _cli.parse(Config, argv, __doc__)
     # Import late: a mistyped option is answered before JAX is loaded.
@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{result.num_draft_tokens} drafted tokens accepted",
         file=sys.stderr,
     )
+    if result.failed:
+        print("specjax generate: error: the model's logits stopped being numbers", file=sys.stderr)
+    return 1 if result.failed else 0
 
 
 if __name__ == "__main__":

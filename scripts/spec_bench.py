@@ -33,6 +33,12 @@ class Config:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints one request a line."""
     config = _cli.parse(Config, argv, __doc__)
+    if (
+        config.max_tokens < 1
+        or config.temperature < 0
+        or (1 if config.per_task is None else config.per_task) < 1
+    ):
+        _cli.fail("--max-tokens and --per-task must be at least 1, --temperature at least 0")
     with _cli.blame_input():
         prompts = _jobs.spec_bench(config.tasks, config.per_task)
     for prompt in prompts:

@@ -183,7 +183,10 @@ class Audit:
                 stop_tokens=self.stop_tokens,
             )
             decoding.advance()
-            outputs += [row.tokens for row in decoding.rows()]
+            rows = decoding.rows()
+            if any(row.failed for row in rows):
+                raise ValueError("the target's logits stop being numbers: there is no law to audit")
+            outputs += [row.tokens for row in rows]
         return outputs
 
     def _score(self, tokens: Sequence[int]) -> np.ndarray:
@@ -220,7 +223,12 @@ class Audit:
                 rule=RULES[self.rule],
             )
             parts.append(jax.device_get(part))
-        return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        sample = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+        if not np.isfinite(sample.target_probs).all():
+            raise ValueError(
+                f"the target has no law after the prompt {list(prompt)[:8]}...: its logits are no numbers"
+            )
+        return sample
 
 
 @pytree

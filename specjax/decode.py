@@ -109,7 +109,10 @@ def speculative_step(
     )
     # The step itself adds a token, so a row one short of its limit has nothing to draft for.
     room = jnp.where(state.done, 0, jnp.maximum(state.limit - state.context.length - 1, 0))
-    draft = Draft(draft.tokens, draft.logits, jnp.minimum(draft.lengths, room))
+    lengths = jnp.minimum(draft.lengths, room)
+    if draft.logits is not None:  # a draft that broke costs speed, not the law
+        lengths = jnp.minimum(lengths, _num_sound(draft.logits))
+    draft = Draft(draft.tokens, draft.logits, lengths)
 
     judge = partial(_judge, state, target_params, draft, target=target, rule=rule, num_logprobs=num_logprobs)
     if drafter.always_full:
@@ -191,8 +194,6 @@ def _judge(
         [jnp.take_along_axis(context.tokens, positions[:, :1], axis=1), draft.tokens[:, :width]], axis=1
     )
     output = target.apply(target_params, fed, cache, positions)
-    broken = ~jnp.isfinite(jnp.max(output.logits, axis=2))  # a maximum with a NaN is one
-    num_sound = jnp.sum(jnp.cumsum(broken, axis=1) == 0, axis=1, dtype=jnp.int32)
     logits = warp(output.logits, state.sampling, context)
 
     narrow = Draft(
@@ -215,7 +216,13 @@ def _judge(
 
     verdict = dataclasses.replace(verdict, accept_probs=fill(verdict.accept_probs))
     features, logprobs = jax.tree.map(fill, (output.features, logprobs))
-    return _Judged(verdict, num_sound, features, logprobs, output.cache)
+    return _Judged(verdict, _num_sound(logits), features, logprobs, output.cache)
+
+
+def _num_sound(logits: Array) -> Array:
+    """How many rows of warped logits [B, T, V], from the first, are a law: their largest is 0."""
+    broken = jnp.max(logits, axis=-1) != 0
+    return jnp.sum(jnp.cumsum(broken, axis=1) == 0, axis=1, dtype=jnp.int32)
 
 
 def _block(draft: Draft, verdict: Verdict) -> Array:

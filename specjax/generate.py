@@ -76,6 +76,9 @@ class Decoding:
         num_logprobs: int | None = None,
         allowed: Allowed | None = None,
     ) -> None:
+        if num_logprobs is not None and not 0 <= num_logprobs <= target.vocab_size:
+            raise ValueError(f"num_logprobs must be in 0 .. {target.vocab_size}, not {num_logprobs}")
+        stop_tokens = list(stop_tokens)
         if rule not in RULES:
             raise ValueError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
         batch = len(prompts)
@@ -156,6 +159,8 @@ def stream(
       prompt: one sequence of token ids.
       steps: how many steps run on the device between two yields.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
     decoding = Decoding(target, target_params, [prompt], **options)
     done = False
     while not done:
@@ -167,7 +172,7 @@ def lay_out(
     target: Model, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], num_draft_tokens: int
 ) -> tuple[Array, Array, Array]:
     """Checks the prompts and packs them into [B, S], S a power of two; with length and limit [B]."""
-    if not prompts:
+    if len(prompts) == 0:
         raise ValueError("there is no prompt")
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     if not length.all():
@@ -177,17 +182,21 @@ def lay_out(
             f"a prompt of {length.max()} tokens leaves no room in a context of {target.context_length}: "
             "shorten it"
         )
-    budget = np.broadcast_to(np.asarray(max_tokens, np.int64), length.shape)
-    if budget.min() < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {budget.min()}")
+    budgets = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(prompts)
+    if len(budgets) != len(prompts):
+        raise ValueError(f"max_tokens needs one value, or one for each of {len(prompts)} prompts")
+    if min(budgets) < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {min(budgets)}")
+    budget = np.array([min(int(count), target.context_length) for count in budgets])
     limit = np.minimum(length + budget, target.context_length).astype(np.int32)
     # Room for the draft of a row that is one short of its limit: no slot is ever written past the end.
     needed = int(limit.max()) + num_draft_tokens + 1
+    for prompt in prompts:
+        if min(prompt) < 0 or max(prompt) >= target.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {target.vocab_size}")
     tokens = np.zeros((len(prompts), max(64, 1 << (needed - 1).bit_length())), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    if tokens.min() < 0 or tokens.max() >= target.vocab_size:
-        raise ValueError(f"a token id is outside the vocabulary of {target.vocab_size}")
     return jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit)
 
 

@@ -44,7 +44,7 @@ class Generation:
     tokens: list[int]  # what was decoded, a stop token included
     sources: list[Source]  # one for each token
     stopped: bool  # whether a stop token ended it, rather than the limit
-    failed: bool  # whether the target's logits stopped being numbers; the tokens are those before
+    failed: bool  # whether the target's law broke off (NaN, or all forbidden); the tokens are those before
     num_steps: int
     drafted: np.ndarray  # [K+1]: steps by the number of tokens drafted
     accepted: np.ndarray  # [K+1]: steps by the number of tokens kept

@@ -22,6 +22,10 @@ from specjax.types import Address, Array, Context, Edits, Filters, Key, Sampling
 __all__ = ["Role", "argmax", "is_token", "keys_at", "make_sampling", "sample", "uniform", "warp"]
 
 
+_MOST = 1e9
+"""The largest temperature or penalty: beyond it float32 overflows, and nothing is left of the logits."""
+
+
 class Role(enum.IntEnum):
     """What a draw is for; two roles never share noise."""
 
@@ -68,15 +72,17 @@ def make_sampling(
       ValueError: a value is out of its range, or a sequence isn't ``batch`` long.
     """
 
-    def column(
-        name: str, value: ArrayLike, dtype: type, good: str, low: float, high: float = np.inf
-    ) -> Array:
-        array = np.asarray(value)
+    def column(name: str, value: ArrayLike, dtype: type, good: str, low: float, high: float = _MOST) -> Array:
+        try:
+            array = np.asarray(value, np.float64)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name} must be {good}, not {value!s}") from None
         if array.ndim > 1 or (array.ndim == 1 and len(array) != batch):
             raise ValueError(
                 f"{name} needs one value, or one for each of {batch} rows, not shape {array.shape}"
             )
-        if not bool(np.all((array >= low) & (array <= high) & np.isfinite(array))):
+        whole = np.issubdtype(dtype, np.floating) or bool(np.all(array == np.floor(array)))
+        if not whole or not bool(np.all((array >= low) & (array <= high) & np.isfinite(array))):
             raise ValueError(f"{name} must be {good}, not {value!s}")
         return jnp.asarray(np.broadcast_to(array, (batch,)).astype(dtype))
 
@@ -88,10 +94,13 @@ def make_sampling(
     bias_tokens = np.full((batch, max(16, 1 << (widest - 1).bit_length()) if widest else 0), -1, np.int32)
     bias_values = np.zeros(bias_tokens.shape, np.float32)
     for row, bias in enumerate(biases):
+        for token, value in bias.items():
+            if not 0 <= token < 2**31 or not abs(value) <= _MOST:
+                raise ValueError(
+                    f"logit_bias must map token ids to numbers in -1e9 .. 1e9, not {token} to {value}"
+                )
         bias_tokens[row, : len(bias)] = list(bias.keys())
         bias_values[row, : len(bias)] = list(bias.values())
-    if not np.isfinite(bias_values).all() or any(token < 0 for bias in biases for token in bias):
-        raise ValueError("logit_bias must map token ids to finite numbers")
     filters = Filters(
         min_p=column("min_p", min_p, np.float32, "in [0, 1]", 0, 1),
         top_k=column("top_k", top_k, np.int32, "at least 0", 0, 2**31 - 1),
@@ -100,9 +109,9 @@ def make_sampling(
     edits = Edits(
         bias_tokens=jnp.asarray(bias_tokens),
         bias_values=jnp.asarray(bias_values),
-        presence_penalty=column("presence_penalty", presence_penalty, np.float32, "a finite number", -np.inf),
+        presence_penalty=column("presence_penalty", presence_penalty, np.float32, "in -1e9 .. 1e9", -_MOST),
         frequency_penalty=column(
-            "frequency_penalty", frequency_penalty, np.float32, "a finite number", -np.inf
+            "frequency_penalty", frequency_penalty, np.float32, "in -1e9 .. 1e9", -_MOST
         ),
         repetition_penalty=column("repetition_penalty", repetition_penalty, np.float32, "above 0", tiny),
         min_tokens=column("min_tokens", min_tokens, np.int32, "at least 0", 0, 2**31 - 1),
@@ -203,7 +212,8 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
       context: the text so far.
 
     Returns:
-      [B, T, V] float32 (float64 stays): the largest of each row is 0, and what can't be drawn is -inf.
+      [B, T, V] float32 (float64 stays): the largest of each row is 0, and what can't be drawn is -inf. A
+      row without a law (a NaN or an infinity in it, or every token forbidden) is NaN.
     """
     chex.assert_rank(logits, 3)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -217,7 +227,8 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     # A factor, not a divisor: XLA recomputes a product where it is read, but keeps a quotient in memory.
     factor = 1 / jnp.where(greedy, 1, sampling.temperature).astype(logits.dtype)
     # The best is taken off before, so that the smallest temperature can't overflow it.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) * factor[:, None, None]
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = (logits - largest) * factor[:, None, None]
     if sampling.filters is not None:
         scaled = _filter(scaled, sampling.filters)
 
@@ -225,6 +236,7 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     best = lax.cond(jnp.any(greedy), argmax, lambda x: jnp.zeros(x.shape[:2], jnp.int32), logits)
     number = logits.dtype.type
     one_hot = jnp.where(is_token(best, logits.shape), number(0), number(-jnp.inf))
+    one_hot = jnp.where(jnp.isfinite(largest), one_hot, number(jnp.nan))
     return jnp.where(greedy[:, None, None], one_hot, scaled)
 
 

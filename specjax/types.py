@@ -257,7 +257,7 @@ class StepInfo:
     num_drafted: Array  # [B] int32: tokens that the target was asked to verify
     num_accepted: Array  # [B] int32: how many of these the rule kept
     num_emitted: Array  # [B] int32: tokens added to the row, after stops and limits; 0 if it was done
-    failed: Array  # [B] bool: the target's logits stopped being numbers; the row ends there
+    failed: Array  # [B] bool: the warped logits are no law there (NaN, or all forbidden); the row ends
     verdict: Verdict
     draft: Draft
     logprobs: Logprobs | None  # None where none were asked for

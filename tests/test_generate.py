@@ -90,11 +90,15 @@ def consistent(row: Generation) -> None:
         assert row.num_steps == len(row.tokens) - row.sources.count(A)
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 @pytest.mark.parametrize(
-    ("drafter", "params"),
-    [(Shortened(SELF), OTHER), (LookupDrafter(K, 1, 3), None)],
-    ids=["shortened", "lookup"],
+    ("drafter", "params", "rule"),
+    [
+        (Shortened(SELF), OTHER, "token"),
+        (Shortened(SELF), OTHER, "block"),
+        (Shortened(SELF), OTHER, "coupled"),
+        (LookupDrafter(K, 1, 3), None, "token"),
+    ],
+    ids=["token", "block", "coupled", "lookup"],
 )
 def test_records_add_up(drafter, params, rule):
     sampling = make_sampling(4, temperature=[0.7, 1.0, 0.0, 1.3], top_p=0.9)

@@ -171,12 +171,12 @@ def test_a_mask_constrains_every_position():
     [
         ({"min_p": 1.2}, r"min_p must be in \[0, 1\], not 1\.2"),
         ({"min_p": -0.1}, "min_p must be in"),
-        ({"presence_penalty": float("nan")}, "presence_penalty must be a finite number"),
-        ({"frequency_penalty": float("inf")}, "frequency_penalty must be a finite number"),
+        ({"presence_penalty": float("nan")}, "presence_penalty must be in -1e9"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty must be in -1e9"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, not 0"),
         ({"min_tokens": -1}, "min_tokens must be at least 0, not -1"),
-        ({"logit_bias": {-1: 2.0}}, "logit_bias must map token ids to finite numbers"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias must map token ids to finite numbers"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias must map token ids to numbers"),
         ({"logit_bias": [{}]}, "logit_bias needs one mapping, or one for each of 2 rows, not 1"),
     ],
 )

@@ -30,6 +30,7 @@ class ModelDrafter:
 
     model: Model
     num_draft_tokens: int
+    vocab_size: int | None = None  # the target's V, where padding makes it another than the model's
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
@@ -67,7 +68,7 @@ class ModelDrafter:
 
         def extend(i: Array, cache: Cache, context: Context, fed: Array, positions: Array) -> Extended:
             output = self.model.apply(params, fed, cache, positions)
-            logits = warp(output.logits[:, -1:], sampling, context)[:, 0]
+            logits = warp(self._fit(output.logits[:, -1:]), sampling, context)[:, 0]
             token = sample(draft_keys(i), logits)
             # The next draw's penalties and masks see this one.
             context = dataclasses.replace(
@@ -94,6 +95,14 @@ class ModelDrafter:
         )
         lengths = jnp.full_like(length, self.num_draft_tokens)
         return Draft(drafted, draft_logits, lengths), cache
+
+    def _fit(self, logits: Array) -> Array:
+        """Cuts padding off, or forbids what the model doesn't know: [..., V] for the target's V."""
+        width = logits.shape[-1]
+        wanted = self.vocab_size or width
+        logits = logits[..., :wanted].astype(jnp.promote_types(logits.dtype, jnp.float32))
+        missing = [(0, 0)] * (logits.ndim - 1) + [(0, max(wanted - width, 0))]
+        return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
     def accept(self, state: Cache, num_accepted: Array, features: Array | None) -> Cache:
         """Nothing to do: slots past the new length are invisible until they are written anew."""

@@ -76,6 +76,10 @@ def parse_request(line: str) -> Request:
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError("custom_id must be a string that is not empty")
     try:
+        custom_id.encode()
+    except UnicodeEncodeError:
+        raise RequestError("custom_id is no Unicode") from None
+    try:
         return _parse(custom_id, row)
     except RequestError as error:
         raise RequestError(str(error), custom_id) from None
@@ -159,7 +163,7 @@ def _parse(custom_id: str, row: dict[str, Any]) -> Request:
         "min_tokens": _number(body, "min_tokens", int, 0, MOST),
         "logit_bias": _bias(body.pop("logit_bias", {})),
         # Without a seed of its own a request still gives the same answer each time it is run.
-        "seed": _number(body, "seed", int, 0, 2**32 - 1, zlib.crc32(custom_id.encode("utf-8", "replace"))),
+        "seed": _number(body, "seed", int, 0, 2**32 - 1, zlib.crc32(custom_id.encode())),
     }
     sampling["top_k"] = max(0, sampling["top_k"])  # vLLM's -1 is our 0: keep all
     for name in ("top_p", "repetition_penalty"):

@@ -110,15 +110,17 @@ def test_one_bad_line_costs_that_line_only(model, tmp_path, capsys):
         line("long", "h" * 300),
         line("other", "x", model="gpt-5"),
         line("stop", "x", stop="y"),
+        line("tiny", "x", top_p=1e-40),
+        '{"custom_id": "half", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x\\ud800y"}}',
         "",
         line("three", "a", max_tokens=3),
     ]
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(lines))
     assert run("batch", "-i", source, "-o", sink, "--model", model, "--batch-size", 2) == 3
-    assert "3 answered, 6 refused" in capsys.readouterr().err
+    assert "3 answered, 8 refused" in capsys.readouterr().err
     rows = [json.loads(text) for text in sink.read_text().splitlines()]
-    assert len(rows) == 9
+    assert len(rows) == 11
     good = {row["custom_id"] for row in rows if row["error"] is None}
     assert good == {"one", "two", "three"}
     messages = " / ".join(row["error"]["message"] for row in rows if row["error"])
@@ -191,6 +193,9 @@ def test_an_output_that_is_there_is_not_replaced_unasked(model, tmp_path, capsys
     assert run("batch", "-i", source, "-o", sink, "--model", model) == 2
     assert sink.read_text() == "precious"
     assert "is there already" in capsys.readouterr().err
+    assert run("batch", "-i", source, "-o", source, "--overwrite", "--model", model) == 2
+    assert source.read_text()
+    assert "is the input too" in capsys.readouterr().err
     assert run("batch", "-i", tmp_path / "none.jsonl", "-o", sink, "--model", model) == 2
     assert "none.jsonl: No such file" in capsys.readouterr().err
 
