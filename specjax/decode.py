@@ -196,11 +196,13 @@ def _judge(
     output = target.apply(target_params, fed, cache, positions)
     logits = warp(output.logits, state.sampling, context)
 
+    num_sound = _num_sound(logits)
     narrow = Draft(
         draft.tokens[:, :width],
         # Without a drafted token there are no logits to compare.
         draft.logits[:, :width] if draft.logits is not None and width else None,
-        jnp.minimum(draft.lengths, width),
+        # What stands behind a row without a law can't be judged; a shorter draft can.
+        jnp.minimum(jnp.minimum(draft.lengths, width), num_sound),
     )
     verdict = rule.verify(Address(state.sampling.seed, state.context.length), narrow, logits)
     logprobs = None
@@ -216,7 +218,7 @@ def _judge(
 
     verdict = dataclasses.replace(verdict, accept_probs=fill(verdict.accept_probs))
     features, logprobs = jax.tree.map(fill, (output.features, logprobs))
-    return _Judged(verdict, _num_sound(logits), features, logprobs, output.cache)
+    return _Judged(verdict, num_sound, features, logprobs, output.cache)
 
 
 def _num_sound(logits: Array) -> Array:
