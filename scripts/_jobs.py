@@ -21,7 +21,7 @@ class DecoderOptions:
     """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
     draft: str = "lookup"
     """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, or 'none'."""
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = 3
     """Drafted tokens a step."""
     prompt_lookup_min: int = 2
     """Shortest n-gram that --draft lookup matches."""
