@@ -58,7 +58,7 @@ MUTANTS = [
         "accepted if equal to an independent sample of the target",
         "verify.py",
         "jnp.minimum(_ratios(draft, target_logits), 1)",
-        "jnp.exp(_log_prob(target_logits[:, :-1], draft.tokens))",
+        "jnp.exp(_log_prob(target_logits, jnp.pad(draft.tokens, ((0, 0), (0, 1))))[:, :-1])",
         "test_verify.py::test_a_rule_equals_its_loop[token-soft]",
     ),
     mutant(
