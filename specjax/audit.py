@@ -20,7 +20,18 @@ from specjax.generate import Decoding, lay_out
 from specjax.prefill import prefill
 from specjax.sampling import make_sampling, warp
 from specjax.theory import stop_probs
-from specjax.types import Array, Context, Drafter, Model, Params, Rule, SamplingParams, StepInfo, pytree
+from specjax.types import (
+    Array,
+    Cache,
+    Context,
+    Drafter,
+    Model,
+    Params,
+    Rule,
+    SamplingParams,
+    StepInfo,
+    pytree,
+)
 from specjax.verify import RULES
 
 __all__ = ["Audit", "Check"]
@@ -197,7 +208,11 @@ class Audit:
             .set(jnp.asarray(tokens))
         )
         length = jnp.asarray([len(tokens)], jnp.int32)
-        cache = prefill(self.target, self.target_params, padded, length)
+
+        def read(cache: Cache, block: Array, positions: Array) -> Cache:
+            return self.target.apply(self.target_params, block, cache, positions).cache
+
+        cache = prefill(read, self.target.init_cache(*padded.shape), padded, length)
         newest = padded[:, len(tokens) - 1 :][:, :1]
         output = self.target.apply(self.target_params, newest, cache, length[:, None] - 1)
         return np.asarray(output.logits[0, 0], np.float64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -34,7 +35,10 @@ from specjax.types import (
     pytree,
 )
 
-__all__ = ["autoregressive_step", "speculative_step", "start"]
+__all__ = ["Caches", "autoregressive_step", "read_block", "speculative_step", "start"]
+
+Caches = tuple[Cache, Any]
+"""The target's cache and the drafter's state."""
 
 
 def start(
@@ -59,19 +63,68 @@ def start(
       drafter: what proposes; None for plain decoding.
 
     Returns:
-      The state. Rows whose limit is their length are done from the start.
+      The state, with every token but the newest read. A row whose limit is its length is done already.
     """
     chex.assert_rank([context.tokens, context.length, context.stop_tokens, limit], [2, 1, 2, 1])
     chex.assert_type([context.tokens, context.length, context.stop_tokens, limit], jnp.int32)
     chex.assert_equal_shape_prefix([context.tokens, context.length, context.stop_tokens, limit], 1)
+    batch, capacity = context.tokens.shape
+    empty = target.init_cache(batch, capacity), None if drafter is None else drafter.init(batch, capacity)
+
+    def read(caches: Caches, tokens: Array, positions: Array) -> Caches:
+        return read_block(
+            caches,
+            target_params,
+            draft_params,
+            tokens,
+            positions,
+            context.length,
+            target=target,
+            drafter=drafter,
+        )
+
+    target_cache, draft_state = prefill(read, empty, context.tokens, context.length)
     return DecodeState(
         context=context,
         limit=limit,
         done=context.length >= limit,
         sampling=sampling,
-        target_cache=prefill(target, target_params, context.tokens, context.length),
-        draft_state=None if drafter is None else drafter.init(draft_params, context),
+        target_cache=target_cache,
+        draft_state=draft_state,
     )
+
+
+def read_block(
+    caches: Caches,
+    target_params: Params,
+    draft_params: Params,
+    tokens: Array,
+    positions: Array,
+    length: Array,
+    *,
+    target: Model,
+    drafter: Drafter | None,
+) -> Caches:
+    """Feeds a block of given text to both models.
+
+    Args:
+      caches: the target's cache and the drafter's state, which have read each row up to the block.
+      target_params: the target's weights.
+      draft_params: the drafter's, or None.
+      tokens: [B, T] int32.
+      positions: [B, T] int32, where they stand.
+      length: [B] int32, the length of each row's text; what the block has past it is filler.
+      target: static under jit.
+      drafter: static under jit; None for plain decoding.
+
+    Returns:
+      The caches, with the block read.
+    """
+    target_cache, draft_state = caches
+    output = target.apply(target_params, tokens, target_cache, positions)
+    if drafter is not None:
+        draft_state = drafter.read(draft_params, draft_state, tokens, positions, length, output.features)
+    return output.cache, draft_state
 
 
 def speculative_step(

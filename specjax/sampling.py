@@ -164,6 +164,8 @@ def uniform(keys: Key) -> Array:
 def sample(keys: Key, logits: Array) -> Array:
     """Draws one token a row: argmax(logits + g), g standard Gumbel (Gumbel 1954).
 
+    Where no row has a choice (greedy ones have none), no noise is made: it would cost more than all else.
+
     Args:
       keys: [...], each is consumed.
       logits: [..., V] float, unnormalised; -inf forbids a token.
@@ -173,11 +175,16 @@ def sample(keys: Key, logits: Array) -> Array:
     """
     chex.assert_equal_shape_prefix([keys, logits], keys.ndim)
     vocab_size = logits.shape[-1]
-    # "high" spends two random words a value: with one, nothing rarer than 2**-23 is ever drawn.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype, mode="high"))(
-        keys.reshape(-1)
-    )
-    return argmax(logits + noise.reshape(logits.shape))
+
+    def draw(logits: Array) -> Array:
+        # "high" spends two random words a value: with one, nothing rarer than 2**-23 is ever drawn.
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), logits.dtype, mode="high"))(
+            keys.reshape(-1)
+        )
+        return argmax(logits + noise.reshape(logits.shape))
+
+    choices = jnp.sum(logits > -jnp.inf, axis=-1)
+    return lax.cond(jnp.any(choices > 1), draw, argmax, logits)
 
 
 def argmax(logits: Array) -> Array:
@@ -218,7 +225,8 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     chex.assert_rank(logits, 3)
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if sampling.edits is not None:
-        logits = _edit(logits, sampling.edits, context)
+        edits = sampling.edits
+        logits = lax.cond(_any_edit(edits), lambda x: _edit(x, edits, context), lambda x: x, logits)
     if context.allowed is not None:
         logits = jnp.where(context.allowed(context, logits.shape[1]), logits, -jnp.inf)
 
@@ -238,6 +246,18 @@ def warp(logits: Array, sampling: SamplingParams, context: Context) -> Array:
     one_hot = jnp.where(is_token(best, logits.shape), number(0), number(-jnp.inf))
     one_hot = jnp.where(jnp.isfinite(largest), one_hot, number(jnp.nan))
     return jnp.where(greedy[:, None, None], one_hot, scaled)
+
+
+def _any_edit(edits: Edits) -> Array:
+    """Whether any row has one that is not neutral."""
+    changes = (
+        edits.bias_tokens >= 0,
+        edits.presence_penalty != 0,
+        edits.frequency_penalty != 0,
+        edits.repetition_penalty != 1,
+        edits.min_tokens > 0,
+    )
+    return jnp.any(jnp.stack([jnp.any(change) for change in changes]))
 
 
 def _edit(logits: Array, edits: Edits, context: Context) -> Array:

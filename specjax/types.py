@@ -165,7 +165,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """A drafter is three functions. Implementations are hashable by value, like models."""
+    """A drafter is four functions. Implementations are hashable by value, like models."""
 
     @property
     def num_draft_tokens(self) -> int:
@@ -177,8 +177,29 @@ class Drafter(Protocol):
         """Whether every draft has K tokens, so that a step needs only one width."""
         ...
 
-    def init(self, params: Params, context: Context) -> Any:
-        """Reads the prompts into a first state."""
+    def init(self, batch: int, capacity: int) -> Any:
+        """The state of ``batch`` rows of ``capacity`` positions of which nothing has been read."""
+        ...
+
+    def read(
+        self,
+        params: Params,
+        state: Any,
+        tokens: Array,
+        positions: Array,
+        length: Array,
+        features: Array | None,
+    ) -> Any:
+        """Reads a block of given text, when the target does.
+
+        Args:
+          params: the drafter's weights.
+          state: it has read each row up to where the block starts.
+          tokens: [B, T] int32.
+          positions: [B, T] int32, where they stand, one after the other.
+          length: [B] int32, the length of each row's text; what the block has past it is filler.
+          features: the target's, [B, T, F].
+        """
         ...
 
     def propose(

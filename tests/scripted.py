@@ -27,8 +27,11 @@ class Spoiled:
     def always_full(self):
         return self.inner.always_full
 
-    def init(self, params, context):
-        return self.inner.init(params[0], context)
+    def init(self, batch, capacity):
+        return self.inner.init(batch, capacity)
+
+    def read(self, params, *block):
+        return self.inner.read(params[0], *block)
 
     def propose(self, params, draft_keys, state, context, sampling):
         inner_params, right = params
@@ -55,8 +58,11 @@ class Shortened:
     def always_full(self):
         return False
 
-    def init(self, params, context):
-        return self.inner.init(params, context)
+    def init(self, batch, capacity):
+        return self.inner.init(batch, capacity)
+
+    def read(self, params, *block):
+        return self.inner.read(params, *block)
 
     def propose(self, params, draft_keys, state, context, sampling):
         draft, state = self.inner.propose(params, draft_keys, state, context, sampling)

@@ -14,6 +14,15 @@ from specjax.prefill import CHUNK, prefill
 MODEL = tables.HistoryModel(7)
 
 
+def read(model, params, tokens, length):
+    return prefill(
+        lambda cache, block, positions: model.apply(params, block, cache, positions).cache,
+        model.init_cache(*tokens.shape),
+        tokens,
+        length,
+    )
+
+
 @pytest.mark.parametrize("capacity", [8, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 5])
 def test_the_cache_holds_every_token_but_the_newest(capacity):
     rng = np.random.default_rng(capacity)
@@ -23,7 +32,7 @@ def test_the_cache_holds_every_token_but_the_newest(capacity):
 
     @jax.jit
     def run(tokens, length):
-        cache = prefill(MODEL, table, tokens, length)
+        cache = read(MODEL, table, tokens, length)
         newest = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
         return cache, MODEL.apply(table, newest, cache, length[:, None] - 1).logits
 
@@ -43,7 +52,7 @@ def test_only_the_chunks_that_the_longest_prompt_needs_are_fed():
             jax.debug.callback(lambda first: fed.append(int(first)), positions[0, 0])
             return super().apply(params, tokens, cache, positions)
 
-    run = jax.jit(lambda tokens, length: prefill(Watched(3), jnp.zeros((3, 3, 3)), tokens, length))
+    run = jax.jit(lambda tokens, length: read(Watched(3), jnp.zeros((3, 3, 3)), tokens, length))
     tokens = jnp.zeros((2, 4 * CHUNK), jnp.int32)
     for longest, chunks in ((1, 0), (2, 1), (CHUNK + 1, 1), (CHUNK + 2, 2), (4 * CHUNK, 4)):
         fed.clear()

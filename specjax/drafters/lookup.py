@@ -38,9 +38,21 @@ class LookupDrafter:
                 f"not {self.prompt_lookup_min} and {self.prompt_lookup_max}"
             )
 
-    def init(self, params: Params, context: Context) -> None:
-        """There is no state: the row's own tokens are all it reads."""
-        del params, context
+    def init(self, batch: int, capacity: int) -> None:
+        """There is no state."""
+        del batch, capacity
+
+    def read(
+        self,
+        params: Params,
+        state: None,
+        tokens: Array,
+        positions: Array,
+        length: Array,
+        features: Array | None,
+    ) -> None:
+        """There is no state."""
+        del params, state, tokens, positions, length, features
 
     def propose(
         self,

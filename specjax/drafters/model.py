@@ -9,23 +9,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.prefill import prefill
 from specjax.sampling import sample, warp
-from specjax.types import Array, Cache, Context, Draft, Key, Model, Params, SamplingParams
+from specjax.types import Array, Cache, Context, Draft, Key, Model, Params, SamplingParams, pytree
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDraftState", "ModelDrafter"]
+
+CATCH_UP = 16
+"""Tokens of a row fed at once where it has fallen behind."""
 
 Carry = tuple[Array, Cache, Context]  # the newest token, not yet fed
 Extended = tuple[Carry, tuple[Array, Array]]  # with a token and the logits that it was drawn from
+
+
+@pytree
+class ModelDraftState:
+    """What the draft model has read."""
+
+    cache: Cache
+    known: Array  # [B] int32: the tokens of the row, from its first, whose keys the cache holds
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
     """Samples K tokens one after the other from a model with the target's vocabulary.
 
-    Its state is the model's cache. The first forward of a step feeds two tokens, the last-but-one again
-    and the newest: one fixed shape that also fills in the key which a fully accepted block left
-    unwritten (its last token was drafted but never fed). Writing it twice changes nothing.
+    The first forward of a step feeds two tokens, the last-but-one again and the newest: one fixed shape
+    that also fills in the key which a fully accepted block left unwritten (its last token was drafted but
+    never fed). Writing it twice changes nothing. A row that has fallen further behind, because steps were
+    taken without a draft of this model, is caught up with before.
     """
 
     model: Model
@@ -41,29 +52,43 @@ class ModelDrafter:
         """A model can always go on."""
         return True
 
-    def init(self, params: Params, context: Context) -> Cache:
-        """Prefills the draft's cache with the prompts."""
-        return prefill(self.model, params, context.tokens, context.length)
+    def init(self, batch: int, capacity: int) -> ModelDraftState:
+        """An empty cache."""
+        return ModelDraftState(self.model.init_cache(batch, capacity), jnp.zeros(batch, jnp.int32))
+
+    def read(
+        self,
+        params: Params,
+        state: ModelDraftState,
+        tokens: Array,
+        positions: Array,
+        length: Array,
+        features: Array | None,
+    ) -> ModelDraftState:
+        """Feeds the block; see :class:`specjax.types.Drafter`."""
+        del features
+        cache = self.model.apply(params, tokens, state.cache, positions).cache
+        return ModelDraftState(cache, jnp.minimum(positions[:, -1] + 1, length))
 
     def propose(
         self,
         params: Params,
         draft_keys: Callable[[Array], Key],
-        state: Cache,
+        state: ModelDraftState,
         context: Context,
         sampling: SamplingParams,
-    ) -> tuple[Draft, Cache]:
+    ) -> tuple[Draft, ModelDraftState]:
         """Draws d_1 .. d_K from q under ``sampling``.
 
         Args:
           params: the draft model's weights.
           draft_keys: gives the keys [B] of the i-th draw.
-          state: its cache.
+          state: what it has read.
           context: the rows so far.
           sampling: the same values that the target is warped with.
 
         Returns:
-          The draft, with the warped logits [B, K, V] that its tokens were drawn from, and the cache.
+          The draft, with the warped logits [B, K, V] that its tokens were drawn from, and the state.
         """
 
         def extend(i: Array, cache: Cache, context: Context, fed: Array, positions: Array) -> Extended:
@@ -87,14 +112,28 @@ class ModelDrafter:
         # A prompt of one token has no last-but-one: feeding it twice to the same slot is harmless too.
         positions = jnp.stack([jnp.maximum(length - 2, 0), length - 1], axis=1)
         newest_two = jnp.take_along_axis(context.tokens, positions, axis=1)
-        carry, first = extend(jnp.int32(0), state, context, newest_two, positions)
+        state = self._catch_up(params, state, context)
+        carry, first = extend(jnp.int32(0), state.cache, context, newest_two, positions)
         (_, cache, _), rest = lax.scan(step, carry, jnp.arange(1, self.num_draft_tokens))
 
         drafted, draft_logits = jax.tree.map(
             lambda one, later: jnp.concatenate([one[:, None], jnp.moveaxis(later, 0, 1)], axis=1), first, rest
         )
         lengths = jnp.full_like(length, self.num_draft_tokens)
-        return Draft(drafted, draft_logits, lengths), cache
+        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, length)
+
+    def _catch_up(self, params: Params, state: ModelDraftState, context: Context) -> ModelDraftState:
+        """Reads what is missing before the last-but-one token."""
+
+        def behind(state: ModelDraftState) -> Array:
+            return jnp.any(state.known < context.length - 2)
+
+        def feed(state: ModelDraftState) -> ModelDraftState:
+            positions = state.known[:, None] + jnp.arange(CATCH_UP)[None]
+            tokens = jnp.take_along_axis(context.tokens, positions, axis=1, mode="clip")
+            return self.read(params, state, tokens, positions, context.length, None)
+
+        return lax.while_loop(behind, feed, state)
 
     def _fit(self, logits: Array) -> Array:
         """Cuts padding off, or forbids what the model doesn't know: [..., V] for the target's V."""
@@ -104,7 +143,8 @@ class ModelDrafter:
         missing = [(0, 0)] * (logits.ndim - 1) + [(0, max(wanted - width, 0))]
         return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
-    def accept(self, state: Cache, num_accepted: Array, features: Array | None) -> Cache:
-        """Nothing to do: slots past the new length are invisible until they are written anew."""
-        del num_accepted, features
-        return state
+    def accept(self, state: ModelDraftState, num_accepted: Array, features: Array | None) -> ModelDraftState:
+        """Counts the accepted tokens as read, but the last of a whole block, which was never fed."""
+        del features
+        fed = jnp.minimum(num_accepted, self.num_draft_tokens - 1)
+        return ModelDraftState(state.cache, state.known + fed)

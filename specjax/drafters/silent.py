@@ -27,9 +27,21 @@ class SilentDrafter:
         """The width is the point."""
         return True
 
-    def init(self, params: Params, context: Context) -> None:
+    def init(self, batch: int, capacity: int) -> None:
         """There is no state."""
-        del params, context
+        del batch, capacity
+
+    def read(
+        self,
+        params: Params,
+        state: None,
+        tokens: Array,
+        positions: Array,
+        length: Array,
+        features: Array | None,
+    ) -> None:
+        """There is no state."""
+        del params, state, tokens, positions, length, features
 
     def propose(
         self,

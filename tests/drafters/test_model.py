@@ -17,7 +17,7 @@ CAPACITY = 16
 
 
 def propose(drafter, params, texts, sampling, known=None):
-    """One proposal after each text, of which ``init`` read only the first ``known`` tokens."""
+    """One proposal after each text, of which the drafter has read only the first ``known`` tokens."""
     tokens = np.zeros((len(texts), CAPACITY), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -26,8 +26,9 @@ def propose(drafter, params, texts, sampling, known=None):
 
     @jax.jit
     def run(params, tokens, length, known, sampling):
-        read = jnp.where(jnp.arange(CAPACITY)[None] < known[:, None], tokens, 0)
-        state = drafter.init(params, Context(read, known, known, stops))
+        given = jnp.where(jnp.arange(CAPACITY)[None] < known[:, None], tokens, 0)
+        positions = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
+        state = drafter.read(params, drafter.init(*tokens.shape), given, positions, known, None)
         context = Context(tokens, length, known, stops)
         address = Address(sampling.seed, length)
         keys = lambda i: keys_at(address, jnp.full_like(length, i), Role.DRAFT)  # noqa: E731
@@ -60,6 +61,15 @@ def test_one_token_that_was_never_fed_is_caught_up_with():
     )
     everything = propose(ModelDrafter(tables.HistoryModel(7), 3), table, texts, make_sampling(2))
     np.testing.assert_array_equal(fed_but_one.tokens, everything.tokens)
+
+
+@pytest.mark.parametrize("known", [0, 1, 5])
+def test_a_row_that_is_far_behind_is_caught_up_with(known):
+    table = tables.random_history(1, 7)
+    texts = [[1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5], [5, 6, 0, 1, 2, 3], [1] * 9]
+    behind = propose(ModelDrafter(tables.HistoryModel(7), 3), table, texts, make_sampling(3), [known, 6, 2])
+    everything = propose(ModelDrafter(tables.HistoryModel(7), 3), table, texts, make_sampling(3))
+    np.testing.assert_array_equal(behind.tokens, everything.tokens)
 
 
 def test_the_logits_are_what_the_tokens_were_drawn_from():
