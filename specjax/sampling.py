@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import chex
 import jax
@@ -47,6 +48,7 @@ def make_sampling(
     min_tokens: ArrayLike = 0,
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] = (),
     seed: ArrayLike | None = None,
+    num_biases: int | None = None,
 ) -> SamplingParams:
     """Makes the sampling values of a batch from single values or one value a row.
 
@@ -63,6 +65,8 @@ def make_sampling(
       min_tokens: at least 0; stop tokens can't come before so many tokens.
       logit_bias: token ids to what is added to their logits, for all rows or a mapping for each.
       seed: at least 0 and below 2**32. None gives row i the seed i; one number gives it to every row.
+      num_biases: makes filters and edits whether they are needed or not, with room for so many biases a
+        row: all batches are then of one kind. A batch of the plain kind compiles to less.
 
     Returns:
       :class:`SamplingParams` with arrays [B], without filters or edits if no row has any. Biases are
@@ -72,7 +76,7 @@ def make_sampling(
       ValueError: a value is out of its range, or a sequence isn't ``batch`` long.
     """
 
-    def column(name: str, value: ArrayLike, dtype: type, good: str, low: float, high: float = _MOST) -> Array:
+    def column(name: str, value: ArrayLike, dtype: type, good: str, low: float, high: float = _MOST) -> Any:
         try:
             array = np.asarray(value, np.float64)
         except (TypeError, ValueError, OverflowError):
@@ -84,14 +88,17 @@ def make_sampling(
         whole = np.issubdtype(dtype, np.floating) or bool(np.all(array == np.floor(array)))
         if not whole or not bool(np.all((array >= low) & (array <= high) & np.isfinite(array))):
             raise ValueError(f"{name} must be {good}, not {value!s}")
-        return jnp.asarray(np.broadcast_to(array, (batch,)).astype(dtype))
+        return np.broadcast_to(array, (batch,)).astype(dtype)
 
     tiny = float(np.finfo(np.float32).tiny)
     biases = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
     if len(biases) != batch:
         raise ValueError(f"logit_bias needs one mapping, or one for each of {batch} rows, not {len(biases)}")
     widest = max(map(len, biases), default=0)
-    bias_tokens = np.full((batch, max(16, 1 << (widest - 1).bit_length()) if widest else 0), -1, np.int32)
+    room = (max(16, 1 << (widest - 1).bit_length()) if widest else 0) if num_biases is None else num_biases
+    if widest > room:
+        raise ValueError(f"logit_bias has {widest} tokens, more than {room}")
+    bias_tokens = np.full((batch, room), -1, np.int32)
     bias_values = np.zeros(bias_tokens.shape, np.float32)
     for row, bias in enumerate(biases):
         for token, value in bias.items():
@@ -101,14 +108,14 @@ def make_sampling(
                 )
         bias_tokens[row, : len(bias)] = list(bias.keys())
         bias_values[row, : len(bias)] = list(bias.values())
-    filters = Filters(
+    filters: Any = Filters(
         min_p=column("min_p", min_p, np.float32, "in [0, 1]", 0, 1),
         top_k=column("top_k", top_k, np.int32, "at least 0", 0, 2**31 - 1),
         top_p=column("top_p", top_p, np.float32, "in (0, 1]", tiny, 1),
     )
-    edits = Edits(
-        bias_tokens=jnp.asarray(bias_tokens),
-        bias_values=jnp.asarray(bias_values),
+    edits: Any = Edits(
+        bias_tokens=bias_tokens,
+        bias_values=bias_values,
         presence_penalty=column("presence_penalty", presence_penalty, np.float32, "in -1e9 .. 1e9", -_MOST),
         frequency_penalty=column(
             "frequency_penalty", frequency_penalty, np.float32, "in -1e9 .. 1e9", -_MOST
@@ -118,20 +125,25 @@ def make_sampling(
     )
     seeds = np.arange(batch) if seed is None else seed
     temperatures = column("temperature", temperature, np.float32, "at least 0", 0)
-    return SamplingParams(
+    if num_biases is None:
+        if not _any_differs(filters, min_p=0, top_k=0, top_p=1):
+            filters = None
+        penalties = dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0)
+        if not widest and not _any_differs(edits, **penalties):
+            edits = None
+    top_k_column = np.broadcast_to(np.asarray(top_k), (batch,))
+    sampling: Any = SamplingParams(
         # One token that stays is the likeliest.
-        temperature=jnp.where(filters.top_k == 1, 0, temperatures),
+        temperature=np.where(top_k_column == 1, np.float32(0), temperatures),
         seed=column("seed", seeds, np.uint32, "at least 0 and below 2**32", 0, 2**32 - 1),
-        filters=filters if _any_differs(filters, min_p=0, top_k=0, top_p=1) else None,
-        edits=edits
-        if widest
-        or _any_differs(edits, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, min_tokens=0)
-        else None,
+        filters=filters,
+        edits=edits,
     )
+    return jax.tree.map(jnp.asarray, sampling)
 
 
 def _any_differs(values: Edits | Filters, **neutral: float) -> bool:
-    return any(bool(jnp.any(getattr(values, name) != value)) for name, value in neutral.items())
+    return any(bool(np.any(getattr(values, name) != value)) for name, value in neutral.items())
 
 
 def keys_at(address: Address, offset: Array, role: Role) -> Key:

@@ -1,0 +1,393 @@
+"""Continuous batching: rows come into slots and go out while the others go on.
+
+The host visits the device after a run of some steps. It waits for a few flags only: it then fills the
+slots that became free, starts the next run, and reads the tokens of the last one while that goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.engine import slots as device
+from specjax.engine.choose import Chooser
+from specjax.engine.lane import Lane
+from specjax.engine.running import Running
+from specjax.engine.score import Scorer
+from specjax.engine.stats import Stats
+from specjax.engine.work import Limits, Result, Work
+from specjax.types import Drafter, Model, Params
+from specjax.verify import RULES
+
+__all__ = ["Engine"]
+
+MIN_STEPS, MAX_STEPS = 8, 32
+"""Steps between two visits: no fewer, so that the host is seldom waited for; no more, so that it is seen."""
+READS = 16
+"""Chunks that the lane reads at most in one visit while rows are being decoded: a long prompt doesn't stall
+them for long."""
+LOOKAHEAD = 64
+"""Pieces of work taken from the source ahead of need."""
+
+
+@dataclasses.dataclass
+class _Flight:
+    """A run that was started."""
+
+    report: device.Report
+    width: int
+    rows: list[Running | None]
+    started: float
+    is_alone: bool  # whether the device had nothing to do before it
+
+
+class Engine:
+    """Decodes any number of prompts through a fixed number of slots.
+
+    :meth:`run` takes an iterable, reads it as slots become free, and yields results as they come. Or
+    :meth:`submit` takes a piece of work at a time, and iterating over the engine gives the results::
+
+        with Engine(target, params, slots=8, capacity=1024) as engine:
+            engine.submit(Work(prompt, max_tokens=64))
+            for result in engine:
+                ...
+
+    What a row's tokens are depends on its request alone where they are greedy, or sampled under the rule
+    ``coupled``: not on the slots, its neighbours, the order, or K. Under ``token`` and ``block`` the law is
+    the same but the tokens depend on K, which is chosen by measured times.
+
+    Args:
+      target: the model whose law the output has.
+      target_params: its weights.
+      drafters: what proposes, one for each K to choose from, rising; their states must have one shape.
+        Empty decodes plainly.
+      draft_params: the drafters' weights.
+      plain_drafter: what runs with K = 0: None, or a :class:`~specjax.drafters.SilentDrafter` for the fixed
+        shape.
+      rule: a name in :data:`specjax.verify.RULES`.
+      slots: B, rows decoded at a time.
+      capacity: S, positions a row; a prompt, its output and the widest draft must fit.
+      stop_tokens: ids that end every row.
+      adaptive: chooses K while running; otherwise it is always the widest.
+      detokenizer: makes what turns ids into text, block by block; needed for stop strings.
+      max_logprobs: the most alternatives that work may ask for; None has no log-probabilities at all.
+      prefill_rows: P, prompts read at once; None: 4, or as many as there are slots.
+      chunk: tokens of a prompt read at once; None: 16 on a CPU, where more rows make no product faster, else
+        128.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        target_params: Params,
+        *,
+        drafters: Sequence[Drafter] = (),
+        draft_params: Params = None,
+        plain_drafter: Drafter | None = None,
+        rule: str = "coupled",
+        slots: int = 8,
+        capacity: int = 2048,
+        stop_tokens: Sequence[int] = (),
+        adaptive: bool = True,
+        detokenizer: Callable[[], Any] | None = None,
+        max_logprobs: int | None = None,
+        prefill_rows: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        if rule not in RULES:
+            raise ValueError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
+        widths = [drafter.num_draft_tokens for drafter in drafters]
+        if widths != sorted(set(widths)):
+            raise ValueError(f"drafters must have rising numbers of draft tokens, not {widths}")
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, not {slots}")
+        reserve = max(widths, default=0) + 1
+        if capacity < reserve + 2:
+            raise ValueError(f"a capacity of {capacity} positions is less than one token and a draft need")
+        rows = min(4, slots) if prefill_rows is None else prefill_rows
+        chunk = (16 if jax.default_backend() == "cpu" else 128) if chunk is None else chunk
+        self.limits = Limits(
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
+            capacity=capacity,
+            reserve=reserve,
+            stop_tokens=tuple(stop_tokens),
+            has_text=detokenizer is not None,
+            max_logprobs=max_logprobs,
+        )
+        self._target, self._num_slots = target, slots
+        self._params = (target_params, draft_params)
+        self._drafters = {0: plain_drafter} | dict(zip(widths, drafters, strict=True))
+        self._widest = drafters[-1] if drafters else plain_drafter
+        self._rule, self._detokenizer = RULES[rule], detokenizer
+        self._num_kept = max([1, *(d.num_draft_tokens for d in self._drafters.values() if d is not None)])
+        self._adaptive = adaptive and len(self._drafters) > 1
+        self._lane = Lane(
+            target,
+            target_params,
+            self._widest,
+            draft_params,
+            rows=rows,
+            chunk=chunk,
+            capacity=capacity,
+        )
+        self._scorer = None if max_logprobs is None else Scorer(target, target_params, capacity, max_logprobs)
+        self._slots = device.empty_slots(target, self._widest, slots, capacity, self._num_kept)
+        self._axes = device.batch_axes(target, self._widest, capacity)
+        self._chooser = Chooser(sorted(self._drafters), slots)
+        self._running: list[Running | None] = [None] * slots
+        self._cancelled = np.zeros(slots, bool)
+        bins = (slots, self._num_kept + 1)
+        # Each row's steps, and these by the number of tokens drafted and kept, as last read.
+        self._seen = [np.zeros(shape, np.int32) for shape in ((slots,), bins, bins)]
+        self._submitted: deque[Work] = deque()
+        self._source: Iterator[Work] = iter(())
+        self._waiting: deque[Work] = deque()
+        self._is_warm = False
+        self.stats = Stats()
+
+    # Using it.
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Lets go of the device's memory."""
+        del self._slots, self._lane, self._scorer
+
+    def submit(self, work: Work) -> None:
+        """Adds work; iterate over the engine for the results.
+
+        Raises:
+          ValueError: it can't be done by this engine: see :meth:`Limits.check`.
+        """
+        self.limits.check(work)
+        self._submitted.append(work)
+
+    def __iter__(self) -> Iterator[Result]:
+        """The results of what was submitted, as they come; more may be submitted on the way."""
+
+        def submitted() -> Iterator[Work]:
+            while self._submitted:
+                yield self._submitted.popleft()
+
+        return self.run(submitted())
+
+    def warm_up(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> None:
+        """Compiles all programs and times a step of each K; ``progress(name, done, total)`` says how far."""
+        names = ["prefill", "admission", *(f"steps with K = {width}" for width in self._drafters)]
+        names += ["log-probabilities"] * (self._scorer is not None)
+        work = Work((1,), ignore_eos=True)
+        for done, name in enumerate(names):
+            progress(name, done, len(names))
+            if name == "prefill":
+                self._lane.load(work)
+                self._lane.read()
+                jax.block_until_ready(self._lane.caches)
+            elif name == "admission":
+                (row, _) = self._lane.take() or (0, work)
+                for slot in range(self._num_slots):
+                    self._admit(slot, row, work)
+                jax.block_until_ready(self._slots)
+            elif name == "log-probabilities" and self._scorer is not None:
+                self._scorer(work.prompt, [1], 0)
+            else:
+                self._time_step(list(self._drafters)[done - 2])
+        progress("ready", len(names), len(names))
+        self._running = [None] * self._num_slots
+        self._cancelled[:] = True
+        for array in self._seen:
+            array[:] = 0
+        self._is_warm, self.stats = True, Stats()
+
+    def run(self, source: Iterable[Work], *, partial: bool = False) -> Iterator[Result]:
+        """Decodes what the source gives, and yields results as they come.
+
+        Args:
+          source: read a little ahead of need; each piece must pass :meth:`Limits.check`.
+          partial: also yields, at each visit, what the rows that go on have by then.
+        """
+        if not self._is_warm:
+            self.warm_up()
+        self._source = iter(source)
+        flight: _Flight | None = None
+        try:
+            while True:
+                ended = [] if flight is None else self._wait(flight)
+                self._refill()
+                following = self._start()
+                if flight is not None:
+                    yield from self._collect(flight, ended, partial)
+                flight = following
+                if flight is None and not self._waiting and self._lane.is_empty:
+                    return
+        finally:
+            if flight is not None:  # the consumer has gone away, or something failed: the rows are dropped
+                jax.block_until_ready(flight.report.done)
+            self._abandon()
+
+    # One visit, in its order.
+
+    def _wait(self, flight: _Flight) -> list[tuple[int, Running]]:
+        """Waits for the run's end and takes note of it; frees the slots of the rows that ended."""
+        flags = jax.device_get(
+            (
+                flight.report.done,
+                flight.report.num_steps,
+                flight.report.record.num_steps,
+                flight.report.record.drafted,
+                flight.report.record.accepted,
+            )
+        )
+        self._ended_at = time.perf_counter()
+        self._is_idle = True
+        done, num_steps, *seen = flags
+        live = np.array([row is not None for row in flight.rows])
+        row_steps, drafted, accepted = (
+            (now - before) * live.reshape(-1, *[1] * (now.ndim - 1))
+            for now, before in zip(seen, self._seen, strict=True)
+        )
+        self._seen = [array.copy() for array in seen]
+        at_least = np.cumsum(accepted[:, ::-1], axis=1)[:, ::-1][:, 1:]
+        self._chooser.see(flight.width, at_least[:, : self._chooser.widths[-1]], row_steps)
+        if flight.is_alone and num_steps >= MIN_STEPS:
+            self._chooser.time(flight.width, (self._ended_at - flight.started) / int(num_steps))
+        self.stats.add_run(flight.width, int(num_steps), row_steps, drafted, at_least)
+        ended = []
+        for slot, row in enumerate(flight.rows):
+            if row is not None and done[slot] and self._running[slot] is row:
+                ended.append((slot, row))
+                self._running[slot] = None
+        return ended
+
+    def _refill(self) -> None:
+        """Fills free slots from the lane, and the lane from the source; reads ahead for the next visit."""
+        reads = READS if any(self._running) else None  # with nobody to hold up there is no limit
+        free = deque(slot for slot, row in enumerate(self._running) if row is None)
+        while True:
+            self._load()
+            if free and (taken := self._lane.take()):
+                self._busy()
+                self._admit(free.popleft(), *taken)
+                continue
+            missing = self._lane.chunks_to_ready()
+            if not missing or reads == 0:  # nothing to read, or something is ready for when a slot is free
+                break
+            self._busy()
+            self._lane.read()
+            reads = None if reads is None and free else (READS if reads is None else reads) - 1
+        self.stats.live = sum(row is not None for row in self._running)
+        self.stats.waiting = len(self._waiting) + self._lane.num_waiting
+
+    def _start(self) -> _Flight | None:
+        """Starts the next run, unless no row is live."""
+        live = np.array([row is not None for row in self._running])
+        if not live.any():
+            return None
+        width = self._chooser.choose(live) if self._adaptive else max(self._drafters)
+        # With nobody waiting there is no reason to come back for one row that ended.
+        more = bool(self._waiting) or not self._lane.is_empty
+        watched = any(row is not None and bool(row.work.stop) for row in self._running)
+        is_alone = self._is_idle
+        self._busy()
+        started = time.perf_counter()
+        report = self._run(width, MIN_STEPS if watched else MAX_STEPS, 1 if more else self._num_slots)
+        self._cancelled[:] = False
+        return _Flight(report, width, list(self._running), started, is_alone)
+
+    def _collect(self, flight: _Flight, ended: list[tuple[int, Running]], partial: bool) -> Iterator[Result]:
+        """Reads a run's tokens: the results of the rows that ended, and of those that a stop string ends."""
+        slots = dict(ended)
+        watched = {
+            slot: row
+            for slot, row in enumerate(flight.rows)
+            if row is not None and row is self._running[slot] and (partial or row.work.stop)
+        }
+        if not slots and not watched:
+            return
+        tokens, length, record = jax.device_get(
+            (flight.report.tokens, flight.report.length, flight.report.record)
+        )
+        for slot, row in {**slots, **watched}.items():
+            own = jax.tree.map(lambda x, slot=slot: x[slot], record)
+            result = row.read(tokens[slot], int(length[slot]), own, is_over=slot in slots)
+            if result.finish is None:
+                if partial:
+                    yield result
+                continue
+            if slot in watched:  # a stop string: the device doesn't know yet
+                self._running[slot] = None
+                self._cancelled[slot] = True
+            self.stats.tokens += len(result.tokens)
+            if row.work.num_logprobs is not None and self._scorer is not None:
+                self._busy()
+                scores = self._scorer(row.work.prompt, result.tokens, row.work.num_logprobs)
+                result = dataclasses.replace(result, logprobs=scores)
+            yield result
+
+    # Its parts.
+
+    def _load(self) -> None:
+        while len(self._waiting) < LOOKAHEAD and (work := next(self._source, None)) is not None:
+            self._waiting.append(work)
+        while self._waiting and self._lane.load(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _admit(self, slot: int, lane_row: int, work: Work) -> None:
+        row = self.limits.row(work)
+        self._slots = device.admit(
+            self._slots, self._lane.caches, row, np.int32(lane_row), np.int32(slot), axes=self._axes
+        )
+        text = None if self._detokenizer is None else self._detokenizer()
+        self._running[slot] = Running(work, self.limits.stop_ids(work), text)
+        self._cancelled[slot] = False
+        for array in self._seen:
+            array[slot] = 0
+        self._chooser.forget_row(slot)
+        self.stats.prompt_tokens += len(work.prompt)
+        self.stats.tokens_read = self._lane.tokens_read
+
+    def _run(self, width: int, max_steps: int, enough: int) -> device.Report:
+        self._slots, report = device.run(
+            self._slots,
+            *self._params,
+            self._cancelled.copy(),
+            np.int32(MIN_STEPS),
+            np.int32(max_steps),
+            np.int32(enough),
+            target=self._target,
+            drafter=self._drafters[width],
+            rule=self._rule,
+        )
+        return report
+
+    def _time_step(self, width: int) -> None:
+        """Runs some steps of all slots twice, the first time to compile."""
+        for _ in range(2):
+            started = time.perf_counter()
+            steps = int(self._run(width, MIN_STEPS, self._num_slots).num_steps)
+            seconds = (time.perf_counter() - started) / max(steps, 1)
+        self._chooser.seconds[width] = seconds
+
+    def _busy(self) -> None:
+        """The device is about to be given something."""
+        if self._is_idle:
+            self.stats.idle_seconds += time.perf_counter() - self._ended_at
+        self._is_idle = False
+
+    _is_idle, _ended_at = False, 0.0
+
+    def _abandon(self) -> None:
+        self._waiting.clear()
+        self._running = [None] * self._num_slots
+        self._cancelled[:] = True
+        self._lane.clear()

@@ -1,0 +1,138 @@
+"""The prefill lane: a few rows in which prompts are read, chunk by chunk, while the slots decode.
+
+A row of the lane is moved to a slot once its prompt is read, and what it read stays where it was: the next
+prompt that begins alike, with the same system prompt for instance, is read from where it parts. Work with
+the very same prompt (the n choices of a request) shares one row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from functools import partial
+
+import numpy as np
+
+from specjax.decode import Caches
+from specjax.engine import slots
+from specjax.engine.work import Work
+from specjax.types import Drafter, Model, Params
+
+__all__ = ["Lane"]
+
+
+@dataclasses.dataclass
+class _Row:
+    tokens: tuple[int, ...] = ()  # the prompt in it, the newest one or the last
+    position: int = 0  # how much of it was read
+    waiting: deque[Work] = dataclasses.field(default_factory=deque)  # who wants it
+
+    @property
+    def is_ready(self) -> bool:
+        # The newest token is the first that a step feeds.
+        return bool(self.waiting) and self.position >= len(self.tokens) - 1
+
+
+class Lane:
+    """Rows on their way to the slots.
+
+    Args:
+      target: the target.
+      target_params: its weights.
+      drafter: reads along; None if there is none.
+      draft_params: its weights.
+      rows: P, how many prompts are read at once.
+      chunk: C, tokens of each that one call reads.
+      capacity: S of the slots.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        target_params: Params,
+        drafter: Drafter | None,
+        draft_params: Params,
+        *,
+        rows: int,
+        chunk: int,
+        capacity: int,
+    ) -> None:
+        self.caches: Caches = slots.empty_caches(target, drafter, rows, capacity)
+        self._read = partial(slots.read, target=target, drafter=drafter)
+        self._params = (target_params, draft_params)
+        self._chunk, self._capacity = chunk, capacity
+        self._rows = [_Row() for _ in range(rows)]
+        self.tokens_read = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a row is free."""
+        return any(not row.waiting for row in self._rows)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits in it."""
+        return not any(row.waiting for row in self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Work in it."""
+        return sum(len(row.waiting) for row in self._rows)
+
+    def chunks_to_ready(self) -> int | None:
+        """Calls of :meth:`read` until some row is ready: 0 if one is, None if the lane is empty."""
+        missing = [len(row.tokens) - 1 - row.position for row in self._rows if row.waiting]
+        return min((-(-max(tokens, 0) // self._chunk) for tokens in missing), default=None)
+
+    def load(self, work: Work) -> bool:
+        """Takes work to the row with its prompt, or the free one that begins most alike; False if full."""
+        for row in self._rows:
+            if row.waiting and row.tokens == work.prompt:
+                row.waiting.append(work)
+                return True
+        free = [row for row in self._rows if not row.waiting]
+        if not free:
+            return False
+        shared = [_common(row.tokens[: row.position], work.prompt[:-1]) for row in free]
+        best = max(range(len(free)), key=shared.__getitem__)
+        row = free[best]
+        row.tokens, row.position = work.prompt, shared[best]
+        row.waiting.append(work)
+        return True
+
+    def read(self) -> None:
+        """Reads a chunk of every prompt that isn't read yet, on the device; returns at once."""
+        shape = (len(self._rows), self._chunk)
+        tokens, length = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
+        # What no prompt needs is written past the end, where a cache drops it.
+        positions = np.full(shape, self._capacity, np.int32)
+        for i, row in enumerate(self._rows):
+            length[i] = max(len(row.tokens), 1)
+            if not row.waiting or row.is_ready:
+                continue
+            block = row.tokens[row.position : row.position + self._chunk]
+            tokens[i, : len(block)] = block
+            positions[i] = row.position + np.arange(self._chunk)
+            row.position = min(row.position + self._chunk, len(row.tokens))
+            self.tokens_read += len(block)
+        self.caches = self._read(self.caches, *self._params, tokens, positions, length)
+
+    def clear(self) -> None:
+        """Forgets who waits; what was read stays."""
+        for row in self._rows:
+            row.waiting.clear()
+
+    def take(self) -> tuple[int, Work] | None:
+        """Gives the next work that is ready, and the row in which it is; None if there is none."""
+        for i, row in enumerate(self._rows):
+            if row.is_ready:
+                return i, row.waiting.popleft()
+        return None
+
+
+def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many tokens two texts share from their first."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return int(np.argmax(np.not_equal(a[:length], b[:length])))
