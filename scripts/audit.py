@@ -110,6 +110,8 @@ def _prompts(config: Config) -> list:
         requests = [parse_request(line) for line in lines if line.strip()][: config.num_prompts]
     if not requests:
         raise ValueError(f"{config.prompts} has no request")
+    if any(isinstance(request.prompt, tuple) for request in requests):
+        raise ValueError(f"{config.prompts} has a prompt of token ids; text is needed")
     return [request.prompt for request in requests]
 
 

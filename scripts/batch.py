@@ -20,7 +20,8 @@ from typing import IO, Annotated
 
 import tyro
 
-from specjax.engine.requests import NEUTRAL, Request, RequestError, error_line, parse_request, response_line
+from specjax.engine.requests import NEUTRAL, Request, RequestError, parse_request
+from specjax.engine.responses import Choice, error_line, response_line
 from specjax.scripts import _cli, _jobs
 
 # Requests are sorted by length within so many batches: like lengths finish together, and the file is
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     ready.append(_prepare(parse_request(line), seen, decoder, config))
                 except RequestError as error:
                     totals.refused += 1
-                    print(error_line(error, number), file=sink, flush=True)
+                    print(error_line(f"line-{number}", error, f"line {number}"), file=sink, flush=True)
             ready.sort(key=lambda pair: len(pair[1]))
             for first in range(0, len(ready), config.batch_size):
                 _answer(ready[first : first + config.batch_size], decoder, config, sink, totals)
@@ -133,11 +134,19 @@ def _prepare(
         seen.add(request.custom_id)
         if request.model not in (config.model, decoder.loaded.name):
             raise ValueError(f"model {request.model!r} is not served here; {config.model!r} is")
-        ids = (
-            decoder.loaded.encode(request.prompt)
-            if isinstance(request.prompt, str)
-            else decoder.loaded.encode_chat(request.prompt)
+        plain = Request(
+            request.custom_id, request.model, request.prompt, request.max_tokens, request.sampling
         )
+        if request != plain:
+            raise ValueError(
+                "n, stop, stop_token_ids, logprobs, ignore_eos and sources are not supported yet"
+            )
+        if isinstance(request.prompt, str):
+            ids = decoder.loaded.encode(request.prompt)
+        elif isinstance(request.prompt, list):
+            ids = decoder.loaded.encode_chat(request.prompt)
+        else:
+            ids = list(request.prompt)
         context = decoder.loaded.model.context_length
         if len(ids) >= context:
             raise ValueError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}")
@@ -181,12 +190,15 @@ def _answer(
         if result.failed:
             totals.refused += 1
             error = RequestError("the model's logits stopped being numbers", request.custom_id)
-            print(error_line(error), file=sink, flush=True)
+            print(error_line(request.custom_id, error), file=sink, flush=True)
             continue
+        choice = Choice(
+            decoder.tokenizer.decode(result.tokens), "stop" if result.stopped else "length", result.tokens
+        )
         line = response_line(
+            request.custom_id,
             request,
-            decoder.tokenizer.decode(result.tokens),
-            stopped=result.stopped,
+            [choice],
             usage={"prompt_tokens": len(ids), "completion_tokens": len(result.tokens)},
             speculation={
                 "num_spec_steps": result.num_steps,
@@ -194,6 +206,7 @@ def _answer(
                 "num_accepted_draft_tokens": result.num_accepted_tokens,
                 "acceptance_histogram": result.accepted.tolist(),
             },
+            token_bytes=decoder.tokenizer.token_bytes,
         )
         print(line, file=sink, flush=True)
         totals.answered += 1

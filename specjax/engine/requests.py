@@ -1,24 +1,35 @@
-"""The OpenAI batch form: a line in, a request; a result, a line out. No tokenizer, no device.
+"""What a line of a batch file asks for: OpenAI's batch form, or a bare body. No tokenizer, no device.
 
-In: ``{"custom_id", "method": "POST", "url", "body": {"model", "messages" | "prompt", ...}}`` with the url
-``/v1/chat/completions`` or ``/v1/completions``. Out: ``{"id", "custom_id", "response": {"status_code",
-"request_id", "body"}, "error"}``. An option that isn't honoured is refused by its name, never ignored.
+``{"custom_id", "method": "POST", "url", "body": {"model", "messages" | "prompt", ...}}`` with the url
+``/v1/chat/completions`` or ``/v1/completions``; or the body alone, as ``{"prompt": "..."}``. An option that
+isn't honoured is refused by its name, never ignored. :mod:`specjax.engine.responses` is the way back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import zlib
 from typing import Any
 
-__all__ = ["NEUTRAL", "Request", "RequestError", "error_line", "parse_request", "response_line"]
+__all__ = ["NEUTRAL", "Request", "RequestError", "choice_seeds", "parse_request"]
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
 MOST = 2**31 - 1
 """The largest number that an option may have, where nothing else bounds it."""
+MOST_CHOICES, MOST_STOPS, MOST_STOP_TOKENS, MOST_TOP_LOGPROBS, MOST_BIASES = 128, 16, 8, 20, 512
 
+NOTHING: dict[str, Any] = {
+    "stream": False,
+    "echo": False,
+    "store": False,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+}
+"""Options that are taken at the one value that asks for nothing."""
 
 NEUTRAL: dict[str, Any] = {
     "temperature": 1.0,
@@ -49,22 +60,37 @@ class Request:
 
     custom_id: str
     model: str
-    prompt: str | list[dict[str, Any]]  # bare text, or the messages of a conversation
+    prompt: str | tuple[int, ...] | list[dict[str, Any]]  # text, its ids, or a conversation's messages
     max_tokens: int | None  # None leaves it to the job
     sampling: dict[str, Any]  # every option of make_sampling, seed included
+    n: int = 1  # choices asked for
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # how many of the likeliest tokens beside the chosen one; None is no logprobs
+    ignore_eos: bool = False
+    include_sources: bool = False  # whether the answer says where each token came from
 
     @property
     def is_chat(self) -> bool:
         """Whether the prompt is a conversation."""
-        return not isinstance(self.prompt, str)
+        return isinstance(self.prompt, list)
 
 
-def parse_request(line: str) -> Request:
+def parse_request(line: str, name: str | None = None, model: str | None = None) -> Request:
     """Reads one line.
+
+    Args:
+      line: JSON; half surrogate pairs stand for bytes that were no UTF-8.
+      name: the custom_id of a bare body without one, such as ``line-17``; None refuses it.
+      model: the model of a bare body that names none; None refuses it.
 
     Raises:
       RequestError: says what is wrong, with the custom_id if the line has one.
     """
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"not UTF-8 at character {error.start + 1}") from None
     try:
         # Python's JSON takes NaN and nests as deep as its stack; a line may do neither.
         row = json.loads(line, parse_constant=lambda name: _refuse(f"{name} is not JSON"))
@@ -72,7 +98,8 @@ def parse_request(line: str) -> Request:
         raise RequestError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise RequestError(f"a line must be a JSON object, not {type(row).__name__}")
-    custom_id = row.pop("custom_id", None)
+    bare = not row.keys() & {"method", "url", "body"}
+    custom_id = row.pop("custom_id", name if bare else None)
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError("custom_id must be a string that is not empty")
     try:
@@ -80,54 +107,18 @@ def parse_request(line: str) -> Request:
     except UnicodeEncodeError:
         raise RequestError("custom_id is no Unicode") from None
     try:
+        if bare:
+            return _parse_body(custom_id, {"model": model} | row, chat="messages" in row)
         return _parse(custom_id, row)
     except RequestError as error:
         raise RequestError(str(error), custom_id) from None
 
 
-def response_line(
-    request: Request, text: str, *, stopped: bool, usage: dict[str, int], speculation: dict[str, Any]
-) -> str:
-    """The line of a request that was answered.
-
-    Args:
-      request: what was asked.
-      text: the answer.
-      stopped: whether the model ended it, rather than max_tokens.
-      usage: ``prompt_tokens`` and ``completion_tokens``.
-      speculation: further fields for the body, under vLLM's names.
-
-    Returns:
-      JSON without a line end. The same request gives the same line, so there is no time in it.
-    """
-    content = {"message": {"role": "assistant", "content": text}} if request.is_chat else {"text": text}
-    body = {
-        "id": f"specjax-{request.custom_id}",
-        "object": "chat.completion" if request.is_chat else "text_completion",
-        "model": request.model,
-        "choices": [
-            {"index": 0, **content, "logprobs": None, "finish_reason": "stop" if stopped else "length"}
-        ],
-        "usage": {**usage, "total_tokens": sum(usage.values())},
-        **speculation,
-    }
-    response = {"status_code": 200, "request_id": body["id"], "body": body}
-    return _line(request.custom_id, response, None)
-
-
-def error_line(error: RequestError, number: int | None = None) -> str:
-    """The output line of a request that could not be answered, in the input's ``number``-th line from 1."""
-    return _line(
-        error.custom_id,
-        None,
-        {"code": "invalid_request", "message": str(error) if number is None else f"line {number}: {error}"},
-    )
-
-
-def _line(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, str] | None) -> str:
-    row = {"id": f"batch-{custom_id}", "custom_id": custom_id, "response": response, "error": error}
-    # ASCII only: a lone surrogate, which JSON may carry, has no UTF-8.
-    return json.dumps(row)
+def choice_seeds(request: Request) -> list[int]:
+    """The seeds of the n choices: the first has the request's own, each other a hash of it and its index."""
+    seed = request.sampling["seed"]
+    hashes = (hashlib.blake2b(f"{seed}/{i}".encode(), digest_size=4) for i in range(1, request.n))
+    return [seed, *(int.from_bytes(digest.digest(), "little") for digest in hashes)]
 
 
 def _refuse(message: str) -> Any:
@@ -144,13 +135,17 @@ def _parse(custom_id: str, row: dict[str, Any]) -> Request:
         raise RequestError("body must be an object")
     if row:
         raise RequestError(f"unknown field {min(row)!r}")
+    return _parse_body(custom_id, body, chat=url == CHAT_URL)
+
+
+def _parse_body(custom_id: str, body: dict[str, Any], *, chat: bool) -> Request:
     body = {name: value for name, value in body.items() if value is not None}  # null means: not given
-    prompt = _messages(body.pop("messages", None)) if url == CHAT_URL else _text(body.pop("prompt", None))
+    prompt = _messages(body.pop("messages", None)) if chat else _text(body.pop("prompt", None))
     model = body.pop("model", None)
     if not isinstance(model, str):
         raise RequestError("model must be a string")
     max_tokens = _number(body, "max_tokens", int, 1, MOST)
-    if url == CHAT_URL:
+    if chat:
         max_tokens = _number(body, "max_completion_tokens", int, 1, MOST, max_tokens)
     sampling = NEUTRAL | {
         "temperature": _number(body, "temperature", float, 0, MOST),
@@ -169,9 +164,30 @@ def _parse(custom_id: str, row: dict[str, Any]) -> Request:
     for name in ("top_p", "repetition_penalty"):
         if sampling[name] == 0:
             raise RequestError(f"{name} must be above 0")
-    if body:
-        raise RequestError(f"option {min(body)!r} is not supported")
-    return Request(custom_id, model, prompt, max_tokens, sampling)
+    request = Request(
+        custom_id,
+        model,
+        prompt,
+        max_tokens,
+        sampling,
+        n=_number(body, "n", int, 1, MOST_CHOICES, 1),
+        stop=_stops(body.pop("stop", [])),
+        stop_token_ids=_stop_tokens(body.pop("stop_token_ids", [])),
+        logprobs=_logprobs(body, chat),
+        ignore_eos=_flag(body, "ignore_eos"),
+        include_sources=_flag(body, "return_token_sources"),
+    )
+    _check_rest(body, request)
+    return request
+
+
+def _check_rest(body: dict[str, Any], request: Request) -> None:
+    """Refuses whatever asks for something and was not read."""
+    nothing = NOTHING if request.is_chat else NOTHING | {"suffix": "", "best_of": request.n}
+    for name, value in sorted(body.items()):
+        idle = name in nothing and type(value) is type(nothing[name]) and value == nothing[name]
+        if not idle and not (name == "user" and isinstance(value, str)):
+            raise RequestError(f"option {name!r} is not supported")
 
 
 def _number(body: dict[str, Any], name: str, kind: type, low: float, high: float, default: Any = None) -> Any:
@@ -186,9 +202,47 @@ def _number(body: dict[str, Any], name: str, kind: type, low: float, high: float
     return kind(value)
 
 
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.pop(name, False)
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, not {value!r}")
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
+def _stops(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise RequestError(f"stop must be a string, or a list of at most {MOST_STOPS}")
+    if not all(isinstance(text, str) and text for text in stops):
+        raise RequestError("stop must hold strings that are not empty")
+    return tuple(dict.fromkeys(stops))
+
+
+def _stop_tokens(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list) or len(ids) > MOST_STOP_TOKENS or not all(map(_is_id, ids)):
+        raise RequestError(f"stop_token_ids must be a list of at most {MOST_STOP_TOKENS} token ids")
+    return tuple(dict.fromkeys(ids))
+
+
+def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+    if not chat:
+        return _number(body, "logprobs", int, 0, MOST_TOP_LOGPROBS)
+    wanted = _flag(body, "logprobs")
+    top = _number(body, "top_logprobs", int, 0, MOST_TOP_LOGPROBS)
+    if top and not wanted:
+        raise RequestError("top_logprobs needs logprobs: true")
+    return (top or 0) if wanted else None
+
+
 def _bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, dict):
         raise RequestError("logit_bias must be an object from token ids to numbers")
+    if len(bias) > MOST_BIASES:
+        raise RequestError(f"logit_bias may have {MOST_BIASES} entries, not {len(bias)}")
     for token, value in bias.items():
         known = token.isascii() and token.isdigit() and len(token) < 10
         if (
@@ -201,9 +255,11 @@ def _bias(bias: Any) -> dict[int, float]:
     return {int(token): float(value) for token, value in bias.items()}
 
 
-def _text(prompt: Any) -> str:
+def _text(prompt: Any) -> str | tuple[int, ...]:
+    if isinstance(prompt, list) and prompt and all(map(_is_id, prompt)):
+        return tuple(prompt)
     if not isinstance(prompt, str) or not prompt:
-        raise RequestError("prompt must be a string that is not empty")
+        raise RequestError("prompt must be a string that is not empty, or a list of token ids; one a line")
     return prompt
 
 

@@ -109,7 +109,7 @@ def test_one_bad_line_costs_that_line_only(model, tmp_path, capsys):
         line("one", "again"),
         line("long", "h" * 300),
         line("other", "x", model="gpt-5"),
-        line("stop", "x", stop="y"),
+        line("stop", "x", stream=True),
         line("tiny", "x", top_p=1e-40),
         '{"custom_id": "half", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x\\ud800y"}}',
         "",
