@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ class DecoderOptions:
     model: str = "smollm2"
     """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
     draft: str = "lookup"
-    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, or 'none'."""
+    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, both as in
+    'lookup+draft.gguf' (lookup where it has a match), or 'none'."""
     num_speculative_tokens: int = 3
     """Drafted tokens a step."""
     prompt_lookup_min: int = 2
@@ -77,7 +78,7 @@ class Decoder:
 
     options: DecoderOptions
     loaded: Any  # specjax.models.load.LoadedModel
-    drafter: Any
+    make_drafter: Callable[[int], Any]  # the drafter for a K; None for plain decoding
     draft_params: Any
     plain_drafter: Any  # what plain decoding runs with: nothing, or a silent draft for the fixed shape
 
@@ -85,6 +86,20 @@ class Decoder:
     def tokenizer(self) -> Any:
         """The target's."""
         return self.loaded.tokenizer
+
+    @property
+    def drafter(self) -> Any:
+        """What proposes --num-speculative-tokens tokens."""
+        return self.make_drafter(self.options.num_speculative_tokens)
+
+    def ladder(self, *, adaptive: bool) -> list[Any]:
+        """Drafters for the K that a job may choose from, rising to --num-speculative-tokens."""
+        count = self.options.num_speculative_tokens
+        if self.drafter is None or self.options.draft == "none":
+            return []
+        if not adaptive or self.options.verify_shape == "fixed":
+            return [self.drafter]
+        return [self.make_drafter(count >> shift) for shift in reversed(range(count.bit_length()))]
 
     def arguments(self, *, speculative: bool = True) -> dict[str, Any]:
         """The arguments that ``generate`` and ``stream`` take from here."""
@@ -105,7 +120,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
       UsageError: a file is missing or damaged, or the draft speaks another vocabulary.
     """
     # Here, so that --help needn't wait for them.
-    from specjax.drafters import LookupDrafter, ModelDrafter, SilentDrafter
+    from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
     from specjax.models.load import load_model
     from specjax.models.tokenizer import check_same_vocabulary
     from specjax.types import Drafter
@@ -113,19 +128,28 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
         loaded = load_model(options.model, options.dtype)
-        count, fixed = options.num_speculative_tokens, options.verify_shape == "fixed"
-        drafter: Drafter | None = SilentDrafter(count) if fixed else None
-        draft_params, plain_drafter = None, drafter
+        fixed = options.verify_shape == "fixed"
+        plain_drafter = SilentDrafter(options.num_speculative_tokens) if fixed else None
+        lookup, _, name = options.draft.rpartition("+")
         if options.draft == "lookup":
-            drafter = LookupDrafter(
-                count, options.prompt_lookup_min, options.prompt_lookup_max, always_full=fixed
-            )
-        elif options.draft != "none":
+            lookup, name = "lookup", "none"
+        if lookup not in ("", "lookup"):
+            raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
+        draft = None
+        if name != "none":
             # The target as its own draft needs no second copy of the weights.
-            draft = loaded if options.draft == options.model else load_model(options.draft, options.dtype)
+            draft = loaded if name == options.model else load_model(name, options.dtype)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
-            drafter, draft_params = ModelDrafter(draft.model, count, loaded.model.vocab_size), draft.params
-    return Decoder(options, loaded, drafter, draft_params, plain_drafter)
+
+    def make_drafter(count: int) -> Drafter | None:
+        found = LookupDrafter(count, options.prompt_lookup_min, options.prompt_lookup_max, always_full=fixed)
+        if draft is None:
+            return found if lookup else plain_drafter
+        model = ModelDrafter(draft.model, count, loaded.model.vocab_size)
+        return EitherDrafter(found, model) if lookup else model
+
+    draft_params = None if draft is None else draft.params
+    return Decoder(options, loaded, make_drafter, draft_params, plain_drafter)
 
 
 def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:

@@ -98,8 +98,8 @@ def make_sampling(
     room = (max(16, 1 << (widest - 1).bit_length()) if widest else 0) if num_biases is None else num_biases
     if widest > room:
         raise ValueError(f"logit_bias has {widest} tokens, more than {room}")
-    bias_tokens = np.full((batch, room), -1, np.int32)
-    bias_values = np.zeros(bias_tokens.shape, np.float32)
+    bias_tokens: Any = np.full((batch, room), -1, np.int32)
+    bias_values: Any = np.zeros(bias_tokens.shape, np.float32)
     for row, bias in enumerate(biases):
         for token, value in bias.items():
             if not 0 <= token < 2**31 or not abs(value) <= _MOST:
@@ -124,7 +124,7 @@ def make_sampling(
         min_tokens=column("min_tokens", min_tokens, np.int32, "at least 0", 0, 2**31 - 1),
     )
     seeds = np.arange(batch) if seed is None else seed
-    temperatures = column("temperature", temperature, np.float32, "at least 0", 0)
+    temperatures: Any = column("temperature", temperature, np.float32, "at least 0", 0)
     if num_biases is None:
         if not _any_differs(filters, min_p=0, top_k=0, top_p=1):
             filters = None
@@ -134,7 +134,7 @@ def make_sampling(
     top_k_column = np.broadcast_to(np.asarray(top_k), (batch,))
     sampling: Any = SamplingParams(
         # One token that stays is the likeliest.
-        temperature=np.where(top_k_column == 1, np.float32(0), temperatures),
+        temperature=temperatures * (np.asarray(top_k_column) != 1).astype(np.float32),
         seed=column("seed", seeds, np.uint32, "at least 0 and below 2**32", 0, 2**32 - 1),
         filters=filters,
         edits=edits,

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,8 @@ from specjax.engine.lane import Lane
 from specjax.engine.running import Running
 from specjax.engine.score import Scorer
 from specjax.engine.stats import Stats
-from specjax.engine.work import Limits, Result, Work
+from specjax.engine.stopping import Detokenizer
+from specjax.engine.work import Limits, Result, Work, WorkQueue
 from specjax.types import Drafter, Model, Params
 from specjax.verify import RULES
 
@@ -96,7 +96,7 @@ class Engine:
         capacity: int = 2048,
         stop_tokens: Sequence[int] = (),
         adaptive: bool = True,
-        detokenizer: Callable[[], Any] | None = None,
+        detokenizer: Callable[[], Detokenizer] | None = None,
         max_logprobs: int | None = None,
         prefill_rows: int | None = None,
         chunk: int | None = None,
@@ -147,7 +147,7 @@ class Engine:
         bins = (slots, self._num_kept + 1)
         # Each row's steps, and these by the number of tokens drafted and kept, as last read.
         self._seen = [np.zeros(shape, np.int32) for shape in ((slots,), bins, bins)]
-        self._submitted: deque[Work] = deque()
+        self._submitted = WorkQueue()
         self._source: Iterator[Work] = iter(())
         self._waiting: deque[Work] = deque()
         self._is_warm = False
@@ -175,12 +175,7 @@ class Engine:
 
     def __iter__(self) -> Iterator[Result]:
         """The results of what was submitted, as they come; more may be submitted on the way."""
-
-        def submitted() -> Iterator[Work]:
-            while self._submitted:
-                yield self._submitted.popleft()
-
-        return self.run(submitted())
+        return self.run(self._submitted)
 
     def warm_up(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> None:
         """Compiles all programs and times a step of each K; ``progress(name, done, total)`` says how far."""
@@ -209,12 +204,19 @@ class Engine:
             array[:] = 0
         self._is_warm, self.stats = True, Stats()
 
-    def run(self, source: Iterable[Work], *, partial: bool = False) -> Iterator[Result]:
+    def run(
+        self,
+        source: Iterable[Work],
+        *,
+        partial: bool = False,
+        on_visit: Callable[[], object] = lambda: None,
+    ) -> Iterator[Result]:
         """Decodes what the source gives, and yields results as they come.
 
         Args:
           source: read a little ahead of need; each piece must pass :meth:`Limits.check`.
           partial: also yields, at each visit, what the rows that go on have by then.
+          on_visit: called after each visit, when its results have been taken.
         """
         if not self._is_warm:
             self.warm_up()
@@ -228,6 +230,8 @@ class Engine:
                 if flight is not None:
                     yield from self._collect(flight, ended, partial)
                 flight = following
+                on_visit()
+                self._load()  # what was submitted in between
                 if flight is None and not self._waiting and self._lane.is_empty:
                     return
         finally:

@@ -60,7 +60,7 @@ class Lane:
         self.caches: Caches = slots.empty_caches(target, drafter, rows, capacity)
         self._read = partial(slots.read, target=target, drafter=drafter)
         self._params = (target_params, draft_params)
-        self._chunk, self._capacity = chunk, capacity
+        self._chunk = chunk
         self._rows = [_Row() for _ in range(rows)]
         self.tokens_read = 0
 
@@ -103,18 +103,17 @@ class Lane:
     def read(self) -> None:
         """Reads a chunk of every prompt that isn't read yet, on the device; returns at once."""
         shape = (len(self._rows), self._chunk)
-        tokens, length = np.zeros(shape, np.int32), np.ones(shape[0], np.int32)
-        # What no prompt needs is written past the end, where a cache drops it.
-        positions = np.full(shape, self._capacity, np.int32)
+        tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        length = np.ones(shape[0], np.int32)
         for i, row in enumerate(self._rows):
-            length[i] = max(len(row.tokens), 1)
-            if not row.waiting or row.is_ready:
-                continue
-            block = row.tokens[row.position : row.position + self._chunk]
-            tokens[i, : len(block)] = block
+            # A row with nothing to read is given filler, which lands past what it has read.
             positions[i] = row.position + np.arange(self._chunk)
-            row.position = min(row.position + self._chunk, len(row.tokens))
-            self.tokens_read += len(block)
+            length[i] = max(len(row.tokens), 1)
+            if row.waiting and not row.is_ready:
+                block = row.tokens[row.position : row.position + self._chunk]
+                tokens[i, : len(block)] = block
+                row.position += len(block)
+                self.tokens_read += len(block)
         self.caches = self._read(self.caches, *self._params, tokens, positions, length)
 
     def clear(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import numpy as np
 
+from specjax.engine.stopping import Detokenizer, StopWatch
 from specjax.engine.work import Finish, Result, Work
 from specjax.record import Record, Source
 
@@ -18,17 +19,18 @@ class Running:
     Args:
       work: what is done.
       stop_ids: the tokens that end it.
-      detokenizer: turns ids into text, block by block; None where there is no text.
+      detokenizer: a new one; None where there is no text.
     """
 
-    def __init__(self, work: Work, stop_ids: frozenset[int], detokenizer: Any) -> None:
+    def __init__(self, work: Work, stop_ids: frozenset[int], detokenizer: Detokenizer | None) -> None:
         self.work, self._stop_ids = work, stop_ids
-        self._fed = 0
-        self._text: Any = None
-        if detokenizer is not None:
-            from specjax.engine.stopping import StopText
-
-            self._text = StopText(detokenizer, work.stop, min_tokens=work.sampling.get("min_tokens", 0))
+        self._watch = (
+            None
+            if detokenizer is None
+            else StopWatch(detokenizer, work.stop, work.sampling.get("min_tokens", 0))
+        )
+        self._fed = 0  # tokens that the watch has seen
+        self._text = ""  # what it has shown
 
     def read(self, tokens: np.ndarray, length: int, record: Record, *, is_over: bool) -> Result:
         """What the row has: its ``tokens`` [S], of which ``length`` count, and its part of the record.
@@ -41,23 +43,29 @@ class Running:
         if is_over:
             stopped = bool(ids) and ids[-1] in self._stop_ids
             finish = "failed" if record.failed else "stop" if stopped else "length"
-        text = None
-        if self._text is not None:
-            self._text.feed(ids[self._fed :])
-            self._fed = len(ids)
-            if is_over:
-                self._text.finish()
-            if self._text.stopped:
-                finish = "stop"
-                ids = ids[: self._text.num_tokens]
-            text = self._text.text
-        return Result(
+        result = Result(
             work=self.work,
             tokens=ids,
-            sources=[Source(source) for source in record.source[begin : begin + len(ids)].tolist()],
+            sources=[Source(source) for source in record.source[begin:length].tolist()],
             finish=finish,
             num_steps=int(record.num_steps),
             drafted=np.asarray(record.drafted),
             accepted=np.asarray(record.accepted),
-            text=text,
+        )
+        return result if self._watch is None else self._with_text(result, self._watch)
+
+    def _with_text(self, result: Result, watch: StopWatch) -> Result:
+        self._text += watch.feed(result.tokens[self._fed :])
+        self._fed = len(result.tokens)
+        if result.finish is None and not watch.stopped:
+            return dataclasses.replace(result, text=self._text)
+        ending = watch.finish()
+        return dataclasses.replace(
+            result,
+            tokens=result.tokens[: ending.num_tokens],
+            sources=result.sources[: ending.num_tokens],
+            # Logits that broke off after the stop string are of no concern.
+            finish="stop" if ending.stopped else result.finish,
+            text=ending.text,
+            offsets=ending.offsets,
         )

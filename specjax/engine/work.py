@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,7 +15,7 @@ from specjax.record import Source
 from specjax.sampling import make_sampling
 from specjax.types import Logprobs
 
-__all__ = ["Finish", "Limits", "Result", "Work"]
+__all__ = ["Finish", "Limits", "Result", "Work", "WorkQueue"]
 
 
 Finish = Literal["stop", "length", "failed"]
@@ -45,7 +46,8 @@ class Result:
     num_steps: int
     drafted: np.ndarray  # [K+1]: steps by the number of tokens drafted
     accepted: np.ndarray  # [K+1]: steps by the number of tokens kept
-    text: str | None = None  # where the engine has a detokenizer
+    text: str | None = None  # where the engine has a detokenizer; of a row that goes on, what is certain
+    offsets: tuple[int, ...] = ()  # where in the text of a row that is over each token's characters begin
     logprobs: Logprobs | None = None  # NumPy, [N] and [N, n]
 
     @property
@@ -57,6 +59,18 @@ class Result:
     def num_accepted_tokens(self) -> int:
         """How many of these were kept."""
         return int(self.accepted @ np.arange(len(self.accepted)))
+
+
+class WorkQueue(deque[Work]):
+    """An iterator that gives its work away, and has more again when more is added."""
+
+    def __iter__(self) -> Iterator[Work]:
+        return self
+
+    def __next__(self) -> Work:
+        if not self:
+            raise StopIteration
+        return self.popleft()
 
 
 @dataclasses.dataclass(frozen=True)
