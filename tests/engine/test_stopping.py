@@ -90,7 +90,7 @@ def test_any_division_into_blocks_gives_what_the_whole_text_gives():
         stopped += want[2]
         passed_over += want != expected(ids, stop)
     assert stopped > 1000  # so that the cases are worth something
-    assert passed_over > 100
+    assert passed_over > 60
 
 
 def test_what_is_shown_is_never_taken_back():
