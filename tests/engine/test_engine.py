@@ -244,7 +244,7 @@ def test_what_cannot_be_done_is_refused_before(work, message):
     [
         ({"rule": "best"}, "no rule is named 'best'"),
         ({"slots": 0}, "slots must be at least 1"),
-        ({"capacity": 5}, "a capacity of 5 positions"),
+        ({"capacity": 2}, "a capacity of 2 positions"),
         ({"drafters": [LookupDrafter(3), LookupDrafter(1)]}, "rising numbers of draft tokens"),
     ],
 )
