@@ -68,7 +68,7 @@ class Source:
         """
         self.path, self._max_line = path, max_line
         self.is_folder = path.is_dir()
-        self.files = (path,)
+        self.files: tuple[Path, ...] = (path,)
         if self.is_folder:
             self.files = tuple(sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz"))))
             if not self.files:
