@@ -1,20 +1,29 @@
-"""Runs the notebooks from top to bottom and writes their outputs: python notebooks/refresh.py [NAME.ipynb ...]"""
+"""Run the notebooks from top to bottom and write their outputs, and the pictures that docs take from them.
+
+    python notebooks/refresh.py [NAME.ipynb ...]
+
+A cell that begins with the comment ``# docs/images/NAME.png`` has its picture written there, for a light page
+and, as ``NAME-dark.png``, for a dark one.
+"""
 
 from __future__ import annotations
 
+import base64
 import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
 
-FOLDER = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-def run(path: Path) -> nbformat.NotebookNode:
+def run(path: Path, theme: str = "light") -> nbformat.NotebookNode:
     """Executes a notebook in a fresh kernel; a cell that fails raises nbclient's CellExecutionError."""
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace('plot.style("light")', f'plot.style("{theme}")')
     client = nbclient.NotebookClient(
         notebook,
         timeout=600,
@@ -42,10 +51,25 @@ def still(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
+def save_pictures(notebook: nbformat.NotebookNode, suffix: str) -> None:
+    """Writes the pictures of the cells that name a file."""
+    for cell in notebook.cells:
+        first = cell.source.partition("\n")[0]
+        if cell.cell_type == "code" and first.startswith("# docs/images/"):
+            (picture,) = [one.data["image/png"] for one in cell.outputs if "image/png" in one.get("data", {})]
+            path = ROOT / first.removeprefix("# ")
+            path.parent.mkdir(exist_ok=True)
+            path.with_stem(path.stem + suffix).write_bytes(base64.b64decode(picture))
+
+
 def main(names: list[str]) -> None:
     """Refreshes the named notebooks, or all."""
-    for path in [FOLDER / name for name in names] or sorted(FOLDER.glob("*.ipynb")):
-        nbformat.write(still(run(path)), path)
+    folder = ROOT / "notebooks"
+    for path in [folder / name for name in names] or sorted(folder.glob("*.ipynb")):
+        save_pictures(run(path, "dark"), "-dark")
+        notebook = still(run(path))
+        save_pictures(notebook, "")
+        nbformat.write(notebook, path)
         print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
 
 

@@ -228,6 +228,7 @@ def _finish(axis: Axes, tokens: Sequence[str]) -> None:
     axis.set_xticks(np.arange(len(tokens)), tokens)
     axis.tick_params(axis="x", length=0)
     axis.set(ylabel="probability")
+    axis.use_sticky_edges = False  # a bar of no height would stop the axis right there
     axis.margins(y=0.08)
     axis.set_ylim(bottom=0)
     axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)  # clear of the bars

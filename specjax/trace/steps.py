@@ -2,7 +2,7 @@
 
 :func:`trace` decodes one prompt as :func:`specjax.generate.generate` does, token for token, but step by step
 from the host, and keeps what every step knew: the draft, the chances that the rule compared, the noise that
-it compared them with, the alternatives. :mod:`specjax.trace_page` shows it.
+it compared them with, the alternatives. :mod:`specjax.trace.page` shows it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import ArrayLike
 
 from specjax.decode import autoregressive_step, speculative_step
 from specjax.generate import Decoding
@@ -272,7 +273,7 @@ def _to_step(start: int, info: StepInfo, *, draws: bool) -> Step:
     )
 
 
-def _choices(top: tuple[Array, Array], *place: int) -> list[Choice]:
+def _choices(top: tuple[ArrayLike, ArrayLike], *place: int) -> list[Choice]:
     """The tokens that can be drawn, likeliest first."""
     probs, tokens = (np.asarray(x)[place] for x in top)
     return [(int(t), float(p)) for p, t in zip(probs, tokens, strict=True) if p > 0]
