@@ -96,7 +96,9 @@ main.addEventListener("click", (event) => {
 main.addEventListener("keydown", (event) => {
   const way = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!way) return;
-  const all = [...main.querySelectorAll(".step > *")].filter((span) => span.offsetParent !== null);
-  const next = all[chosen ? all.indexOf(chosen) + way : 0];
+  const all = [...main.querySelectorAll(".step > *")];
+  let i = chosen ? all.indexOf(chosen) + way : 0;
+  while (all[i] && all[i].offsetParent === null) i += way; // rejected ones may be hidden
+  const next = all[i];
   if (next) { pinned = true; show(next); next.scrollIntoView({ block: "nearest" }); event.preventDefault(); }
 });
