@@ -45,16 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = _cli.parse(Config, argv, __doc__)
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    from specjax.generate import Generation, Source, generate
+    from specjax.generate import Generation, generate
+    from specjax.scripts import _colours
+    from specjax.trace import pieces
 
-    styles = {
-        Source.PLAIN: "default",
-        Source.ACCEPTED: "bold green",
-        Source.CORRECTED: "yellow",
-        Source.BONUS: "cyan",
-    }
     console = Console(highlight=False)
     console.print(
         f"Loading {config.model} and compiling; this takes a minute or two the first time.", style="dim"
@@ -75,10 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for speculative in (False, True):
         decode(max(prompts.values(), key=len), speculative=speculative)  # compiles
 
-    legend = Text("each token: ").append("drafted and accepted", styles[Source.ACCEPTED]).append(", ")
-    legend.append("corrected after a rejection", styles[Source.CORRECTED]).append(", ")
-    legend.append("bonus after a whole draft", styles[Source.BONUS]).append(", plain (nothing was drafted)")
-    console.print(legend)
+    console.print(_colours.legend())
     table = Table(
         "prompt", "plain, tokens/s", "speculative, tokens/s", "tokens a step", "drafts accepted", "identical"
     )
@@ -88,12 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         fast, fast_time = decode(ids, speculative=True)
         same = plain.tokens == fast.tokens
         all_same &= same
-        text = Text()
-        for token, source in zip(fast.tokens, fast.sources, strict=True):
-            # A character that straddles two tokens shows as a mark here; the output itself is whole.
-            text.append(decoder.tokenizer.decode([token]), styles[source])
+        texts = list(pieces(fast.tokens, decoder.tokenizer.token_bytes))
         console.rule(name)
-        console.print(text)
+        console.print(_colours.coloured(texts, fast.sources))
         table.add_row(
             name,
             f"{len(plain.tokens) / plain_time:.1f}",

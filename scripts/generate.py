@@ -2,6 +2,7 @@
 
 specjax generate --chat "Name three rivers in France."
 specjax generate "Once upon a time" --temperature 0.8 --top-p 0.95 --stream
+specjax generate --chat "Count to ten, twice." --trace trace.html
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -30,6 +33,10 @@ class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
     """The only source of randomness."""
     stream: bool = False
     """Print text as it comes."""
+    trace: Path | None = None
+    """Write a page that shows where each token came from, and why; on a terminal the text is coloured too."""
+    overwrite: bool = False
+    """Replace the page if it is there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
         if not prompt.strip():
             raise ValueError("the prompt is empty: give some text")
+    if config.trace is not None:
+        _check_free(config.trace, overwrite=config.overwrite)
     decoder = _jobs.load_decoder(config)
     begin = time.perf_counter()
     with _cli.blame_input(ValueError):
@@ -54,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else decoder.loaded.encode(prompt)
         )
         arguments = decoder.arguments() | dict(max_tokens=config.max_tokens, sampling=sampling)
-        if config.stream:
+        if config.trace is not None:
+            result = _trace(config.trace, decoder, ids, arguments)
+        elif config.stream:
             text, shown = Detokenizer(decoder.tokenizer), 0
             for result in stream(prompt=ids, **arguments):
                 print(text.feed(result.tokens[shown:]), end="", flush=True)
@@ -72,6 +83,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     if result.failed:
         print("specjax generate: error: the model's logits stopped being numbers", file=sys.stderr)
     return 1 if result.failed else 0
+
+
+def _check_free(path: Path, *, overwrite: bool) -> None:
+    """Before anything is computed: the page can be written, and replaces nothing unasked."""
+    if path.exists() and not overwrite:
+        _cli.fail(f"{path} is there already: move it away, or give --overwrite")
+    if not path.parent.is_dir():
+        _cli.fail(f"{path.parent} is no folder: make it, or name another --trace")
+
+
+def _trace(path: Path, decoder: _jobs.Decoder, ids: list[int], arguments: dict[str, Any]) -> Any:
+    """Decodes step by step, prints the text, coloured on a terminal, and writes the page."""
+    from rich.console import Console
+
+    from specjax.scripts import _colours
+    from specjax.trace import pieces, render, trace
+
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        console.print(_colours.legend(), style="dim")
+    found = trace(prompt=ids, **arguments)
+    texts = list(pieces(found.generation.tokens, decoder.tokenizer.token_bytes))
+    console.print(_colours.coloured(texts, found.generation.sources))
+    with _cli.blame_input(OSError):
+        path.write_text(render(found, decoder.tokenizer.token_bytes, title=decoder.loaded.name), "utf-8")
+    return found.generation
 
 
 if __name__ == "__main__":

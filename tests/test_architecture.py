@@ -25,6 +25,8 @@ ARROWS: dict[str, set[str]] = {
 }
 ARROWS["decode"] = {"types", "sampling", "prefill", "cache", "verify", "drafters"}
 ARROWS["generate"] = ARROWS["decode"] | {"decode", "record"}
+ARROWS["plot"] = {"theory"}
+ARROWS["trace"] = ARROWS["generate"] | {"generate"}
 ARROWS["engine"] = ARROWS["generate"] | {"generate"}
 ARROWS["audit"] = ARROWS["generate"] | {"generate", "theory"}
 ARROWS["distill"] = ARROWS["generate"] | {"generate", "theory"}
@@ -92,6 +94,8 @@ def violations(sources: Mapping[str, str]) -> list[str]:
                 found.append(f"{path}: imports {name}")
             if top in NOT_IN_THE_CORE and room(module) not in ("models", "scripts"):
                 found.append(f"{path}: imports {name}, which is not for the core")
+            if top == "matplotlib" and room(module) != "plot":
+                found.append(f"{path}: imports {name}, which is for specjax.plot alone")
         if (lines := len(source.splitlines())) > MAX_LINES:
             found.append(f"{path}: {lines} lines, more than {MAX_LINES}")
     try:
@@ -128,6 +132,11 @@ def test_no_test_file_outgrows_its_idea():
         ("models/layers.py", "from specjax import parallel", "imports specjax.parallel"),
         ("models/layers.py", "from specjax.scripts import demo", "imports specjax.scripts.demo"),
         ("specjax/cache.py", "import flax.nnx as nnx", "imports flax.nnx, which is not for the core"),
+        (
+            "scripts/batch.py",
+            "def f():\n    import matplotlib.axes",
+            "imports matplotlib.axes, which is for specjax.plot alone",
+        ),
         ("specjax/attic.py", "", "a room that ARROWS does not know"),
         ("specjax/types.py", "x = 1\n" * 401, "401 lines, more than 400"),
     ],

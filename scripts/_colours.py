@@ -1,0 +1,39 @@
+"""Text in the terminal, coloured by where each token came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from specjax.record import Source
+
+__all__ = ["coloured", "legend"]
+
+_STYLES = {
+    Source.PLAIN: "default",
+    Source.ACCEPTED: "bold green",
+    Source.CORRECTED: "yellow",
+    Source.BONUS: "cyan",
+}
+
+
+def coloured(texts: Sequence[str], sources: Sequence[Source]) -> Text:
+    """Each token's text in the style of its source."""
+    text = Text()
+    for piece, source in zip(texts, sources, strict=True):
+        text.append(piece, _STYLES[source])
+    return text
+
+
+def legend() -> Text:
+    """What the styles mean, in one line."""
+    return Text.assemble(
+        "each token: ",
+        ("drafted and accepted", _STYLES[Source.ACCEPTED]),
+        ", ",
+        ("corrected after a rejection", _STYLES[Source.CORRECTED]),
+        ", ",
+        ("bonus after a whole draft", _STYLES[Source.BONUS]),
+        ", plain (nothing was drafted)",
+    )

@@ -1,0 +1,93 @@
+"""Colours that differ for colour-blind readers too, on a light and on a dark page."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+
+__all__ = ["Palette", "palette", "style"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Palette:
+    """What each thing is drawn in, everywhere; what meets in a figure differs in hatching or dashes too."""
+
+    target: str
+    draft: str
+    accepted: str
+    resampled: str  # drawn in place of a rejected token
+    rejected: str
+    ink: str  # text and axes
+    paper: str
+    series: tuple[str, ...]  # lines, in order
+
+
+# After Okabe and Ito (2008), "Color universal design"; the dark page's are lighter.
+_LIGHT = Palette(
+    target="#0072b2",
+    draft="#e69f00",
+    accepted="#009e73",
+    resampled="#b5488a",
+    rejected="#c9c9c9",
+    ink="#1f2328",
+    paper="#ffffff",
+    series=("#0072b2", "#d55e00", "#009e73", "#b5488a", "#1f2328"),
+)
+_DARK = Palette(
+    target="#56b4e9",
+    draft="#e69f00",
+    accepted="#1fb88d",
+    resampled="#e08dbd",
+    rejected="#4a5058",
+    ink="#e6edf3",
+    paper="#0d1117",
+    series=("#56b4e9", "#f0803c", "#1fb88d", "#e08dbd", "#e6edf3"),
+)
+
+
+def palette(axis: Axes) -> Palette:
+    """The colours for an axis, by its background."""
+    red, green, blue = to_rgb(axis.get_facecolor())
+    return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else _LIGHT
+
+
+def style(theme: Literal["light", "dark"] = "light") -> dict[str, Any]:
+    """Settings for ``matplotlib.rcParams`` or ``matplotlib.rc_context``.
+
+    Args:
+      theme: the page that figures are drawn for.
+
+    Returns:
+      Names to values.
+
+    Raises:
+      ValueError: an unknown theme.
+    """
+    if theme not in ("light", "dark"):
+        raise ValueError(f"theme must be 'light' or 'dark', not {theme!r}")
+    colours = _LIGHT if theme == "light" else _DARK
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color")
+    papered = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
+    return {
+        **dict.fromkeys((*inked, "ytick.color", "hatch.color"), colours.ink),
+        **dict.fromkeys(papered, colours.paper),
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "figure.constrained_layout.use": True,
+        "figure.dpi": 110,
+        "font.size": 10,
+        "grid.alpha": 0.2,
+        "grid.color": colours.ink,
+        "hatch.linewidth": 0.7,
+        "legend.fontsize": 9,
+        "legend.frameon": False,
+        "savefig.dpi": 110,
+    }
