@@ -19,6 +19,7 @@ from specjax.engine.answers import Answers, Asked
 from specjax.engine.engine import Engine
 from specjax.engine.ledger import Ledger, admit, resume
 from specjax.engine.memory import available_bytes, plan_memory
+from specjax.engine.metrics import Gauges, MetricsWriter, Totals
 from specjax.engine.requests import Request, RequestError
 from specjax.engine.responses import error_line
 from specjax.engine.sink import Output
@@ -79,7 +80,10 @@ def open_job(
             max_logprobs=MAX_LOGPROBS,
         )
     )
-    return Job(config, source, output, ledger, engine, decoder, str(plan))
+    metrics = None
+    if config.metrics is not None:
+        metrics = stack.enter_context(MetricsWriter(config.metrics, config.model))
+    return Job(config, source, output, ledger, engine, decoder, metrics, str(plan))
 
 
 def _fingerprint(config: Config, capacity: int) -> dict[str, Any]:
@@ -119,11 +123,15 @@ class Job:
         ledger: Ledger,
         engine: Engine,
         decoder: _jobs.Decoder,
+        metrics: MetricsWriter | None,
         plan: str,
     ) -> None:
         self._source, self._output, self._ledger, self._engine = source, output, ledger, engine
+        self._slots = engine.num_slots
+        self._metrics, self._points = metrics, Points()
         self._console = Console(stderr=True)
         self._model, self._plan = config.model, plan
+        self._finishes: dict[str, int] = {}
         self.num_answered, self.num_skipped, self.num_refused = 0, 0, ledger.num_refused
 
         def encode(request: Request) -> list[int]:
@@ -166,9 +174,12 @@ class Job:
                 if now - self._shown > SHOW_SECONDS:
                     self._shown = now
                     progress.update(task, completed=self._source.read_bytes, figures=self._figures())
+                    self._note()
 
             for result in self._engine.run(self._works(), on_visit=visited):
                 asked: Asked = result.work.tag
+                if result.finish is not None:
+                    self._finishes[result.finish] = self._finishes.get(result.finish, 0) + 1
                 try:
                     line = self._answers.take(result)
                 except RequestError as error:
@@ -180,7 +191,42 @@ class Job:
             progress.update(
                 task, completed=self._source.total_bytes or 1, total=self._source.total_bytes or 1
             )
+        self._note(last=True)
         self._summarize()
+
+    def totals(self) -> Totals:
+        """What was done so far."""
+        stats = self._engine.stats
+        return Totals(
+            answered=self.num_answered,
+            refused=self.num_refused,
+            prompt_tokens=stats.prompt_tokens,
+            tokens=stats.tokens,
+            row_steps=stats.row_steps,
+            drafts=stats.drafts,
+            drafted=stats.drafted,
+            accepted=int(stats.accepted.sum()),
+            accepted_per_position=tuple(stats.accepted.tolist()),
+            finish_reasons=dict(self._finishes),
+            steps_by_k=dict(stats.steps),
+            seconds=time.perf_counter() - self._began,
+        )
+
+    def report(self, path: Path) -> None:
+        """Writes the page with plots."""
+        from specjax.scripts._report import write_report  # only this needs matplotlib
+
+        points = self._points
+        title = f"specjax batch, {self._model}"
+        write_report(path, title, self.summary(), self.totals(), points.seconds, points.tokens, points.widths)
+
+    def _note(self, *, last: bool = False) -> None:
+        stats, totals = self._engine.stats, self.totals()
+        self._points.add(totals.seconds, stats.tokens, stats.width)
+        if self._metrics is not None:
+            usage = stats.taken / (self._slots * self._engine.limits.capacity)
+            gauges = Gauges(stats.live, stats.waiting, self._slots, usage, stats.width)
+            self._metrics.write(totals, gauges, last=last)
 
     def _works(self) -> Iterator[Work]:
         line: Line
@@ -203,39 +249,50 @@ class Job:
         self.num_refused += 1
 
     def _figures(self) -> str:
-        stats = self._engine.stats
-        seconds = max(time.perf_counter() - self._began, 1e-9)
+        stats, totals = self._engine.stats, self.totals()
         return (
-            f"{self.num_answered} answered, {stats.tokens / seconds:.0f} tokens/s, "
-            f"{stats.tokens / max(stats.row_steps, 1):.2f} tokens a step, "
-            f"{stats.accepted.sum() / max(stats.drafted, 1):.0%} accepted, K = {stats.width}, "
-            f"{stats.live} slots in use"
+            f"{totals.answered} answered, {totals.tokens_per_second:.0f} tokens/s, "
+            f"{totals.tokens_per_step:.2f} tokens a step, {totals.acceptance_rate:.0%} accepted, "
+            f"K = {stats.width}, {stats.live} of {self._slots} slots in use"
         )
 
     def _summarize(self) -> None:
-        stats = self._engine.stats
-        seconds = time.perf_counter() - self._began
         table = Table(show_header=False)
-        steps = sum(stats.steps.values())
-        for name, value in (
-            ("answered", f"{self.num_answered}"),
-            ("with an error", f"{self.num_refused}"),
-            ("done before", f"{self.num_skipped}"),
-            ("prompt tokens", f"{stats.prompt_tokens}, of which {stats.tokens_read} had to be read"),
-            (
-                "tokens",
-                f"{stats.tokens} in {seconds:.1f} s: {stats.tokens / max(seconds, 1e-9):.1f} tokens/s",
-            ),
-            ("tokens a step", f"{stats.tokens / max(stats.row_steps, 1):.2f}"),
-            ("drafted tokens accepted", f"{stats.accepted.sum()} of {stats.drafted}"),
-            (
-                "steps by K",
-                ", ".join(f"{count} with {width}" for width, count in sorted(stats.steps.items())),
-            ),
-            ("steps between two visits", f"{steps / max(stats.visits, 1):.1f}"),
-            ("device idle", f"{stats.idle_seconds / max(seconds, 1e-9):.1%} of the time"),
-        ):
+        for name, value in self.summary().items():
             table.add_row(name, value)
         self._console.print(table)
         if unmet := self._ledger.num_unmet:
             print(f"{unmet} lines of the output belong to no line of this input", file=sys.stderr)
+
+    def summary(self) -> dict[str, str]:
+        """The figures of the whole job, by name."""
+        stats, totals = self._engine.stats, self.totals()
+        steps = sum(stats.steps.values())
+        return {
+            "answered": f"{totals.answered}",
+            "with an error": f"{totals.refused}",
+            "done before": f"{self.num_skipped}",
+            "prompt tokens": f"{totals.prompt_tokens}, of which {stats.tokens_read} had to be read",
+            "tokens": f"{totals.tokens} in {totals.seconds:.1f} s, {totals.tokens_per_second:.1f} a second",
+            "tokens a step": f"{totals.tokens_per_step:.2f}",
+            "drafted tokens accepted": f"{totals.accepted} of {totals.drafted}",
+            "steps by K": ", ".join(f"{count} with {k}" for k, count in sorted(stats.steps.items())),
+            "steps between two visits": f"{steps / max(stats.visits, 1):.1f}",
+            "device idle": f"{stats.idle_seconds / max(totals.seconds, 1e-9):.1%} of the time",
+        }
+
+
+class Points:
+    """Readings over time; at most a thousand, every other one goes when there are more."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self.widths: list[int] = []
+
+    def add(self, seconds: float, tokens: int, width: int) -> None:
+        """Adds a reading."""
+        for column, value in ((self.seconds, seconds), (self.tokens, tokens), (self.widths, width)):
+            if len(column) >= 1000:
+                del column[1::2]
+            column.append(value)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _cli.blame_input():
         source = Source(config.input)
         output = Output(config.output, source)
+    if config.report is not None and importlib.util.find_spec("matplotlib") is None:
+        _cli.fail('--report needs matplotlib: pip install "specjax[notebooks]"')
     decoder = _jobs.load_decoder(config)
     from specjax.scripts import _batch
 
@@ -85,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             number = int(interrupted.args[0])
             print(f"specjax batch: {signal.Signals(number).name}: run it again to go on", file=sys.stderr)
             return 128 + number
+        if config.report is not None:
+            job.report(config.report)
         return 3 if job.num_refused else 0
 
 

@@ -122,7 +122,7 @@ class Engine:
             has_text=detokenizer is not None,
             max_logprobs=max_logprobs,
         )
-        self._target, self._num_slots = target, slots
+        self._target, self.num_slots = target, slots
         self._params = (target_params, draft_params)
         self._drafters = {0: plain_drafter} | dict(zip(widths, drafters, strict=True))
         self._widest = drafters[-1] if drafters else plain_drafter
@@ -190,7 +190,7 @@ class Engine:
                 jax.block_until_ready(self._lane.caches)
             elif name == "admission":
                 (row, _) = self._lane.take() or (0, work)
-                for slot in range(self._num_slots):
+                for slot in range(self.num_slots):
                     self._admit(slot, row, work)
                 jax.block_until_ready(self._slots)
             elif name == "log-probabilities" and self._scorer is not None:
@@ -198,7 +198,7 @@ class Engine:
             else:
                 self._time_step(list(self._drafters)[done - 2])
         progress("ready", len(names), len(names))
-        self._running = [None] * self._num_slots
+        self._running = [None] * self.num_slots
         self._cancelled[:] = True
         for array in self._seen:
             array[:] = 0
@@ -247,6 +247,7 @@ class Engine:
             (
                 flight.report.done,
                 flight.report.num_steps,
+                flight.report.length,
                 flight.report.record.num_steps,
                 flight.report.record.drafted,
                 flight.report.record.accepted,
@@ -254,7 +255,7 @@ class Engine:
         )
         self._ended_at = time.perf_counter()
         self._is_idle = True
-        done, num_steps, *seen = flags
+        done, num_steps, length, *seen = flags
         live = np.array([row is not None for row in flight.rows])
         row_steps, drafted, accepted = (
             (now - before) * live.reshape(-1, *[1] * (now.ndim - 1))
@@ -265,6 +266,7 @@ class Engine:
         self._chooser.see(flight.width, at_least[:, : self._chooser.widths[-1]], row_steps)
         if flight.is_alone and num_steps >= MIN_STEPS:
             self._chooser.time(flight.width, (self._ended_at - flight.started) / int(num_steps))
+        self.stats.taken = int(length[live & ~done].sum())
         self.stats.add_run(flight.width, int(num_steps), row_steps, drafted, at_least)
         ended = []
         for slot, row in enumerate(flight.rows):
@@ -304,7 +306,7 @@ class Engine:
         is_alone = self._is_idle
         self._busy()
         started = time.perf_counter()
-        report = self._run(width, MIN_STEPS if watched else MAX_STEPS, 1 if more else self._num_slots)
+        report = self._run(width, MIN_STEPS if watched else MAX_STEPS, 1 if more else self.num_slots)
         self._cancelled[:] = False
         return _Flight(report, width, list(self._running), started, is_alone)
 
@@ -378,7 +380,7 @@ class Engine:
         """Runs some steps of all slots twice, the first time to compile."""
         for _ in range(2):
             started = time.perf_counter()
-            steps = int(self._run(width, MIN_STEPS, self._num_slots).num_steps)
+            steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)
             seconds = (time.perf_counter() - started) / max(steps, 1)
         self._chooser.seconds[width] = seconds
 
@@ -392,6 +394,6 @@ class Engine:
 
     def _abandon(self) -> None:
         self._waiting.clear()
-        self._running = [None] * self._num_slots
+        self._running = [None] * self.num_slots
         self._cancelled[:] = True
         self._lane.clear()

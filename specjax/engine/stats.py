@@ -17,6 +17,7 @@ class Stats:
     tokens_read: int = 0  # of these, the ones that were read: what they share with others isn't read again
     tokens: int = 0
     row_steps: int = 0
+    drafts: int = 0  # row steps in which something was drafted
     drafted: int = 0
     # Steps of rows that kept at least 1, 2, .. drafted tokens, [K].
     accepted: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(1, int))
@@ -25,6 +26,7 @@ class Stats:
     visits: int = 0
     idle_seconds: float = 0.0  # from the end of a run to the next thing that the device was given
     live: int = 0  # rows being decoded
+    taken: int = 0  # positions of the cache that they hold
     waiting: int = 0  # pieces of work known but not in a slot
 
     def add_run(
@@ -43,5 +45,6 @@ class Stats:
         self.width = width
         self.steps[width] = self.steps.get(width, 0) + num_steps
         self.row_steps += int(row_steps.sum())
+        self.drafts += int(drafted[:, 1:].sum())
         self.drafted += int((drafted @ np.arange(drafted.shape[1])).sum())
         self.accepted = self.accepted + at_least.sum(axis=0)
