@@ -151,6 +151,15 @@ def test_another_configuration_is_refused_by_what_differs(source, tmp_path):
     run_job(source, sink, fingerprint=other)
 
 
+def test_a_line_is_overwritten_for_good(source, tmp_path):
+    sink = tmp_path / "out.jsonl"
+    run_job(source, sink, fingerprint={"model": "old"})
+    output = Output(sink, Source(source))
+    with resume(output, {"model": "new"}, overwrite=True):
+        pass  # and here it was killed
+    assert not sink.exists()
+
+
 def test_an_output_of_no_job_is_refused_and_kept(source, tmp_path):
     sink = tmp_path / "out.jsonl"
     state = tmp_path / "out.jsonl.state.json"

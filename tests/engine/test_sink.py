@@ -39,6 +39,14 @@ def test_lines_are_in_the_file_when_write_returns(tmp_path, name):
     assert content(path) == ["one\n", "two\n", "three\n", "four\n"]
 
 
+def test_the_same_lines_are_the_same_bytes(tmp_path, monkeypatch):
+    for name, now in (("a.gz", 1e9), ("b.gz", 2e9)):
+        monkeypatch.setattr(gzip.time, "time", lambda now=now: now)
+        with Sink(tmp_path / name) as sink:
+            sink.write("one")
+    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
+
+
 def test_a_line_end_inside_of_a_line_is_refused(tmp_path):
     with Sink(tmp_path / "out.jsonl") as sink, pytest.raises(ValueError, match="line end"):
         sink.write("a\nb")
@@ -194,8 +202,10 @@ def test_a_folder_answers_a_folder(tmp_path, monkeypatch):
         assert output.files == tuple(other / name for name in names)
         assert output.state == tmp_path / "out.state.json"
         other.mkdir()
+        before = len(os.listdir("/dev/fd"))
         for i in range(9):
             output.write(names[i % 3], f"{i}")
+            assert len(os.listdir("/dev/fd")) <= before + 2
     for i, name in enumerate(names):
         assert content(other / name) == [f"{i}\n", f"{i + 3}\n", f"{i + 6}\n"]
 
@@ -228,5 +238,7 @@ def test_a_file_is_replaced_whole_or_not(tmp_path, monkeypatch):
             replace_file(path, "two")
     assert path.read_text() == "one"
     assert list(tmp_path.iterdir()) == [path]
-    replace_file(path, "two")
+    with path.open() as reader:
+        replace_file(path, "two")
+        assert reader.read() == "one"  # who has the old one open keeps it
     assert path.read_text() == "two"

@@ -89,7 +89,7 @@ def test_any_division_into_blocks_gives_what_the_whole_text_gives():
             assert got == want, (ids, stop, blocks, min_tokens)
         stopped += want[2]
         passed_over += want != expected(ids, stop)
-    assert stopped > 1000  # so that the cases are worth something
+    assert stopped > 500  # so that the cases are worth something
     assert passed_over > 60
 
 

@@ -269,6 +269,49 @@ MUTANTS = [
         "jnp.where(whole, Source.CORRECTED, Source.BONUS)",
         "test_generate.py::test_records_of_rows_that_keep_0_1_3_and_all",
     ),
+    # The file side of a batch job.
+    mutant(
+        "an id may be used twice",
+        "engine/ledger.py",
+        "self._met.add(first)",
+        "pass",
+        "engine/test_ledger.py::test_each_line_is_answered_or_refused_once",
+    ),
+    mutant(
+        "half a line left on a full disk",
+        "engine/sink.py",
+        "os.ftruncate(self._fd, self._end)",
+        "pass",
+        "engine/test_sink.py::test_what_a_full_disk_took_of_a_line_is_cut_off[28-out.jsonl]",
+    ),
+    mutant(
+        "a torn tail cut one byte short",
+        "engine/sink.py",
+        "return start + found + 1",
+        "return start + found",
+        "engine/test_sink.py::test_a_torn_tail_is_cut_at_every_byte[out.jsonl]",
+    ),
+    mutant(
+        "the lines of another configuration taken over",
+        "engine/ledger.py",
+        "file.unlink(missing_ok=True)",
+        "pass",
+        "engine/test_ledger.py::test_a_line_is_overwritten_for_good",
+    ),
+    mutant(
+        "a stop string cut where the second one stands",
+        "engine/stopping.py",
+        "min((place for",
+        "max((place for",
+        "engine/test_stopping.py::test_any_division_into_blocks_gives_what_the_whole_text_gives",
+    ),
+    mutant(
+        "a stop string taken before an earlier one is known",
+        "engine/stopping.py",
+        "found is not None and found <= pending",
+        "found is not None",
+        "engine/test_stopping.py::test_the_first_in_the_text_wins_even_if_another_is_whole_before_it",
+    ),
     # Lookup.
     mutant(
         "the oldest match in place of the newest",
