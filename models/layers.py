@@ -13,6 +13,7 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.models.config import ModelConfig
 from specjax.models.products import project
+from specjax.parallel.sharding import Names
 from specjax.types import Array
 
 __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_angles", "rotate"]
@@ -26,24 +27,32 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, eps: float, dtype: str) -> None:
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.scale = nnx.Param(jnp.ones((width,), dtype), names=(None,))
 
     def __call__(self, x: Array) -> Array:
-        """Normalizes ``x`` [B, T, D] over its last axis, keeping its dtype."""
+        """Normalizes ``x`` [.., D] over its last axis, keeping its dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), tuple(range(x.ndim - 1)))
+        return (wide * scale).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """A product without bias; the kernel is [out, in], as checkpoints store it."""
+    """A product without bias; the kernel is [out, in], as checkpoints store it.
 
-    def __init__(self, inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
-        self.kernel = nnx.Param(init(rngs.params(), (outputs, inputs), dtype))
+    Args:
+      names: one for each dimension of the kernel, by which it may be spread over devices (see
+        :mod:`specjax.parallel.sharding`), or None.
+      shape: of the kernel, [.., in]; what is fused keeps an axis of its own, so that it can be split apart
+        again where the others are spread.
+    """
+
+    def __init__(self, names: Names, shape: tuple[int, ...], dtype: str, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=tuple(range(len(shape) - 1)))
+        self.kernel = nnx.Param(init(rngs.params(), shape, dtype), names=names)
 
     def __call__(self, x: Array) -> Array:
-        """Maps ``x`` [B, T, in] to [B, T, out]."""
+        """Maps ``x`` [B, T, in] to [B, T, ..]."""
         return project(x, self.kernel[...])
 
 
@@ -66,8 +75,8 @@ def rotary_angles(positions: Array, head_dim: int, base: float) -> tuple[Array, 
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Turns the pairs (i, i + Dh/2) of ``x`` [B, T, heads, Dh] by their angles, in float32."""
-    cos, sin = angles
+    """Turns the pairs (i, i + Dh/2) of ``x`` [B, T, .., heads, Dh] by their angles, in float32."""
+    cos, sin = (jnp.expand_dims(part, tuple(range(2, x.ndim - 2))) for part in angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
@@ -107,11 +116,15 @@ class Attention(nnx.Module):
     """Grouped-query self-attention that writes its keys and values to the cache, then reads the cache."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        width = cfg.num_heads * cfg.head_dim
-        fused = width + 2 * cfg.num_kv_heads * cfg.head_dim
-        self.qkv = Linear(cfg.width, fused, cfg.dtype, rngs)  # outputs: queries, keys, values
-        self.out = Linear(width, cfg.width, cfg.dtype, rngs)
+        self.groups, self.head_dim = cfg.num_heads // cfg.num_kv_heads, cfg.head_dim
+        # For each key-value head: the query heads that read it, the key, the value.
+        fused = (self.groups + 2) * cfg.head_dim
+        self.qkv = Linear(("kv_heads", None, None), (cfg.num_kv_heads, fused, cfg.width), cfg.dtype, rngs)
+        self.out = Linear((None, "heads"), (cfg.width, cfg.num_heads * cfg.head_dim), cfg.dtype, rngs)
+        self.qk_norm = cfg.qk_norm
+        if cfg.qk_norm:
+            self.query_norm = RMSNorm(cfg.head_dim, cfg.norm_eps, cfg.dtype)
+            self.key_norm = RMSNorm(cfg.head_dim, cfg.norm_eps, cfg.dtype)
 
     def __call__(
         self,
@@ -123,10 +136,14 @@ class Attention(nnx.Module):
         visible: Array,
     ) -> tuple[Array, kv.KVCache]:
         """Mixes ``x`` [B, T, D] with what its row has seen; returns that and the cache with T tokens more."""
-        heads = self.qkv(x).reshape(*x.shape[:2], -1, self.head_dim)
-        turned = rotate(heads[:, :, : self.heads + self.kv_heads], angles)
-        queries, keys = jnp.split(turned, [self.heads], axis=2)
-        cache = kv.write(cache, layer, keys, heads[:, :, self.heads + self.kv_heads :], positions)
+        fused = self.qkv(x)  # [B, T, KV, (H / KV + 2) Dh]
+        fused = fused.reshape(*fused.shape[:3], self.groups + 2, self.head_dim)
+        queries, keys = fused[..., : self.groups, :], fused[..., self.groups : -1, :]
+        if self.qk_norm:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        queries, keys = rotate(queries, angles), rotate(keys, angles)
+        cache = kv.write(cache, layer, keys[..., 0, :], fused[..., -1, :], positions)
+        queries = queries.reshape(*x.shape[:2], -1, self.head_dim)
         return self.out(attend(queries, *kv.read(cache, layer), visible)), cache
 
 
@@ -134,13 +151,14 @@ class Mlp(nnx.Module):
     r"""The gated MLP :math:`W_d (silu(W_g x) \odot W_u x)` (Shazeer, "GLU Variants", 2020)."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.gate_up = Linear(cfg.width, 2 * cfg.mlp_width, cfg.dtype, rngs)  # outputs: gate, up
-        self.down = Linear(cfg.mlp_width, cfg.width, cfg.dtype, rngs)
+        shape = (2, cfg.mlp_width, cfg.width)  # gate, up
+        self.gate_up = Linear((None, "mlp", None), shape, cfg.dtype, rngs)
+        self.down = Linear((None, "mlp"), (cfg.width, cfg.mlp_width), cfg.dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
         """Maps ``x`` [B, T, D] to [B, T, D]."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])
 
 
 class Block(nnx.Module):
