@@ -93,20 +93,41 @@ def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positi
     chex.assert_rank([keys, values, positions], [4, 4, 2])
     chex.assert_equal_shape([keys, values])
     chex.assert_equal_shape_prefix([keys, positions], 2)
-    rows = jnp.arange(positions.shape[0])[:, None]
 
     def put(buffer: Array | tuple[Array, ...], block: Array) -> Array | tuple[Array, ...]:
         if isinstance(buffer, tuple):
             assert isinstance(layer, int), "unrolled layers are counted in Python"
-            slots = buffer[layer]
-            slots = slots.at[rows, :, positions].set(block.astype(slots.dtype), mode="drop")
+            slots = _scatter(buffer[layer], block, positions[..., None])
             # XLA turns the scatter of a single token into a select and an update-slice, fuses that into
             # whoever reads the slots, and copies the buffer for it, four times a step. The barrier stops it.
             slots = jax.lax.optimization_barrier(slots)
             return (*buffer[:layer], slots, *buffer[layer + 1 :])
-        return buffer.at[layer, rows, :, positions].set(block.astype(buffer.dtype), mode="drop")
+        place = jnp.stack([jnp.full_like(positions, layer), positions], axis=-1)
+        return _scatter(buffer, block, place)
 
     return KVCache(keys=put(cache.keys, keys), values=put(cache.values, values))
+
+
+def _scatter(buffer: Array, block: Array, place: Array) -> Array:
+    """Puts ``block`` [B, T, KV, Dh] into [.., B, KV, S, Dh] at ``place`` [B, T, 1 or 2]: the layer, the slot.
+
+    Rows and heads are batch dimensions of the scatter, not indices and windows. So what lies on several
+    devices stays there; and on a TPU, whose own scatter puts single vectors, the cache needn't be laid
+    out anew around it.
+    """
+    rows, heads, slots = range(buffer.ndim - 4, buffer.ndim - 1)
+    indexed = (*range(rows), slots)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=indexed,
+        scatter_dims_to_operand_dims=indexed,
+        operand_batching_dims=(rows, heads),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    vectors = block.swapaxes(1, 2).astype(buffer.dtype)  # [B, KV, T, Dh]
+    place = jnp.broadcast_to(place[:, None], (*vectors.shape[:3], place.shape[-1]))
+    drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(buffer, place, vectors, numbers, mode=drop)
 
 
 def read(cache: KVCache, layer: int | Array) -> tuple[Array, Array]:
