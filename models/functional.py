@@ -44,7 +44,6 @@ class FunctionalModel:
         """Scores ``tokens`` [B, T] standing at ``positions`` [B, T]; see :class:`specjax.types.Model`."""
         return nnx.merge(self.graphdef, params)(tokens, cache, positions)
 
-
     def param_names(self) -> Any:
         """The logical names of each weight's dimensions, in the tree of the params."""
         _, variables = nnx.split(nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0))))

@@ -18,6 +18,9 @@ from specjax.types import Array
 
 __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_angles", "rotate"]
 
+_BLOCK = 512
+"""Slots of the cache that attention reads at once, where it need not read all."""
+
 
 class RMSNorm(nnx.Module):
     r"""Divides by the root mean square, in float32: :math:`y = g\, x / \sqrt{\overline{x^2} + \epsilon}`.
@@ -81,34 +84,63 @@ def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(queries: Array, keys: Array, values: Array, visible: Array) -> Array:
+def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Array, newest: Array) -> Array:
     r"""Scaled dot-product attention, :math:`softmax(q k^T / \sqrt{Dh})\, v`, with grouped queries.
 
     Vaswani et al., 2017; groups: Ainslie et al., "GQA", 2023. The softmax is taken in float32, and what is
     masked gets a large *finite* negative score, so that no row can come out NaN.
 
+    A few tokens read a long cache block by block, with a running softmax (Milakov and Gimelshein, 2018),
+    and no further than the longest row has come: what a step reads grows with the text, not the capacity.
+
     Args:
       queries: [B, T, H, Dh]; head h reads key-value head h // (H / KV).
-      keys: [B, KV, S, Dh].
-      values: [B, KV, S, Dh].
-      visible: [B, T, S] bool.
+      cache: of S slots; the keys and values of the T tokens are in it.
+      layer: which layer of it to read.
+      positions: [B, T] int32; a query sees the slots up to its own.
+      newest: int32, the largest of them.
 
     Returns:
       [B, T, H * Dh], in the dtype of the queries.
     """
     rows, tokens, heads, head_dim = queries.shape
-    groups = heads // keys.shape[1]
+    kv_heads, capacity = kv.num_heads(cache), kv.capacity(cache)
+    groups = heads // kv_heads
     # The queries that read one key-value head form one matrix, and the cache is used as it lies.
-    grouped = queries.reshape(rows, tokens, -1, groups, head_dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(rows, -1, groups * tokens, head_dim)
-    scores = jnp.einsum("bkqd,bksd->bkqs", grouped, keys, preferred_element_type=jnp.float32)
-    scores = scores.reshape(rows, -1, groups, tokens, keys.shape[2]) * head_dim**-0.5
-    scores = jnp.where(visible[:, None, None, :, :], scores, jnp.finfo(jnp.float32).min)
-    weights = (
-        jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(rows, -1, groups * tokens, keys.shape[2])
-    )
-    mixed = jnp.einsum("bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32)
-    mixed = mixed.reshape(rows, -1, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
+    grouped = queries.reshape(rows, tokens, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, kv_heads, groups * tokens, head_dim)
+
+    def weigh(keys: Array, first: int | Array) -> Array:
+        scores = jnp.einsum("bkqd,bksd->bkqs", grouped, keys, preferred_element_type=jnp.float32)
+        scores = scores.reshape(rows, kv_heads, groups, tokens, -1) * head_dim**-0.5
+        visible = kv.mask(positions, keys.shape[2], first)[:, None, None]
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+        return scores.reshape(rows, kv_heads, groups * tokens, -1)
+
+    def mix(weights: Array, values: Array) -> Array:
+        weights = weights.astype(values.dtype)
+        return jnp.einsum("bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32)
+
+    def read_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, mixed = carry
+        keys, values = kv.read(cache, layer, i * _BLOCK, _BLOCK)
+        scores = weigh(keys, i * _BLOCK)
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
+        total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+        return new, total, mixed * shrink + mix(weights, values)
+
+    if capacity % _BLOCK or capacity <= max(_BLOCK, 2 * tokens):  # a whole text, as in training: all at once
+        keys, values = kv.read(cache, layer)
+        mixed = mix(jax.nn.softmax(weigh(keys, 0), axis=-1), values)
+    else:
+        # What lies past the end is not written, and not read: no more blocks than there are.
+        num_blocks = jnp.minimum(newest // _BLOCK + 1, capacity // _BLOCK)
+        column = jnp.zeros((*grouped.shape[:3], 1), jnp.float32)
+        start = (column + jnp.finfo(jnp.float32).min, column, jnp.zeros(grouped.shape, jnp.float32))
+        _, total, mixed = jax.lax.fori_loop(0, num_blocks, read_block, start)
+        mixed = mixed / total
+    mixed = mixed.reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads * head_dim).astype(queries.dtype)
 
 
@@ -133,7 +165,7 @@ class Attention(nnx.Module):
         layer: int | Array,
         positions: Array,
         angles: tuple[Array, Array],
-        visible: Array,
+        newest: Array,
     ) -> tuple[Array, kv.KVCache]:
         """Mixes ``x`` [B, T, D] with what its row has seen; returns that and the cache with T tokens more."""
         fused = self.qkv(x)  # [B, T, KV, (H / KV + 2) Dh]
@@ -144,7 +176,7 @@ class Attention(nnx.Module):
         queries, keys = rotate(queries, angles), rotate(keys, angles)
         cache = kv.write(cache, layer, keys[..., 0, :], fused[..., -1, :], positions)
         queries = queries.reshape(*x.shape[:2], -1, self.head_dim)
-        return self.out(attend(queries, *kv.read(cache, layer), visible)), cache
+        return self.out(attend(queries, cache, layer, positions, newest)), cache
 
 
 class Mlp(nnx.Module):
@@ -177,9 +209,9 @@ class Block(nnx.Module):
         layer: int | Array,
         positions: Array,
         angles: tuple[Array, Array],
-        visible: Array,
+        newest: Array,
     ) -> tuple[Array, kv.KVCache]:
         """Maps ``x`` [B, T, D] to [B, T, D] and the cache with this layer's keys and values written."""
-        mixed, cache = self.attention(self.attention_norm(x), cache, layer, positions, angles, visible)
+        mixed, cache = self.attention(self.attention_norm(x), cache, layer, positions, angles, newest)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache

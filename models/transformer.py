@@ -63,21 +63,20 @@ class Transformer(nnx.Module):
         chex.assert_rank([tokens, positions], 2)
         chex.assert_equal_shape([tokens, positions])
         angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_base)
-        visible = kv.mask(positions, kv.capacity(cache))
         x = shard(self.embedding[...][tokens], "rows", None, None)
-        x, cache = self._layers(x, cache, positions, angles, visible)
+        x, cache = self._layers(x, cache, positions, angles, jnp.max(positions))
         x = self.norm(x)
         head = self.embedding if self.cfg.tied_embeddings else self.head
         logits = shard(project(x, head[...], jnp.float32), "rows", None, "vocab")
         return ModelOutput(logits=logits, features=x, cache=cache)
 
     def _layers(
-        self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], visible: Array
+        self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], newest: Array
     ) -> tuple[Array, kv.KVCache]:
         """Runs the blocks over ``x`` [B, T, D]."""
         if not self.cfg.scan_layers:
             for layer, block in enumerate(self.blocks):
-                x, cache = block(x, cache, layer, positions, angles, visible)
+                x, cache = block(x, cache, layer, positions, angles, newest)
             return x, cache
         graphdef, weights = nnx.split(self.blocks)
 
@@ -87,7 +86,7 @@ class Transformer(nnx.Module):
         ) -> tuple[tuple[Array, kv.KVCache], None]:
             (x, cache), (state, layer) = carry, scanned
             block = nnx.merge(graphdef, state)
-            return block(x, cache, layer, positions, angles, visible), None
+            return block(x, cache, layer, positions, angles, newest), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (weights, jnp.arange(self.cfg.num_layers)))
         return x, cache

@@ -46,6 +46,23 @@ class DecoderOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshOptions(DecoderOptions):
+    """The same, on several devices."""
+
+    mesh: str = ""
+    """Spread over devices, as in 'data=2,model=4': the rows over 2, each model over 4. Empty: one device."""
+    draft_shards: int = 0
+    """Over how many devices the draft model is spread, a divisor of the mesh's model; 1 keeps a copy on each,
+    0 takes all."""
+
+    def placement(self) -> Any:
+        """How batches and models lie on the mesh; None without one."""
+        from specjax.parallel.sharding import make_placement
+
+        return make_placement(self.mesh, self.draft_shards or None) if self.mesh else None
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingOptions:
     """How every row is sampled."""
 
@@ -80,6 +97,7 @@ class Decoder:
     drafter: Any
     draft_params: Any
     plain_drafter: Any  # what plain decoding runs with: nothing, or a silent draft for the fixed shape
+    placement: Any = None  # specjax.parallel.sharding.Placement, where the models are spread over a mesh
 
     @property
     def tokenizer(self) -> Any:
@@ -91,6 +109,7 @@ class Decoder:
         return dict(
             target=self.loaded.model,
             target_params=self.loaded.params,
+            placement=self.placement,
             drafter=self.drafter if speculative else self.plain_drafter,
             draft_params=self.draft_params if speculative else None,
             rule=self.options.rule,
@@ -106,13 +125,23 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     """
     # Here, so that --help needn't wait for them.
     from specjax.drafters import LookupDrafter, ModelDrafter, SilentDrafter
-    from specjax.models.load import load_model
+    from specjax.models.load import LoadedModel, load_model
     from specjax.models.tokenizer import check_same_vocabulary
+    from specjax.parallel.sharding import Layout
     from specjax.types import Drafter
 
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
-        loaded = load_model(options.model, options.dtype)
+        placement = options.placement() if isinstance(options, MeshOptions) else None
+
+        def load(spec: str, layout: Layout | None) -> LoadedModel:
+            loaded = load_model(spec, options.dtype)
+            if layout is None:
+                return loaded
+            model, params = layout.lay(loaded.model, loaded.params)
+            return dataclasses.replace(loaded, model=model, params=params)
+
+        loaded = load(options.model, placement and placement.target)
         count, fixed = options.num_speculative_tokens, options.verify_shape == "fixed"
         drafter: Drafter | None = SilentDrafter(count) if fixed else None
         draft_params, plain_drafter = None, drafter
@@ -122,10 +151,11 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             )
         elif options.draft != "none":
             # The target as its own draft needs no second copy of the weights.
-            draft = loaded if options.draft == options.model else load_model(options.draft, options.dtype)
+            same = options.draft == options.model and (placement is None or placement.draft == placement.target)
+            draft = loaded if same else load(options.draft, placement and placement.draft)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
             drafter, draft_params = ModelDrafter(draft.model, count, loaded.model.vocab_size), draft.params
-    return Decoder(options, loaded, drafter, draft_params, plain_drafter)
+    return Decoder(options, loaded, drafter, draft_params, plain_drafter, placement)
 
 
 def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:

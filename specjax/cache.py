@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from specjax.types import Array, pytree
 
-__all__ = ["KVCache", "capacity", "init_cache", "mask", "read", "write"]
+__all__ = ["KVCache", "capacity", "init_cache", "mask", "num_heads", "read", "write"]
 
 
 @pytree
@@ -72,6 +72,11 @@ def init_cache(
 def capacity(cache: KVCache) -> int:
     """Returns S, the number of slots a row."""
     return jax.tree.leaves(cache)[0].shape[-2]
+
+
+def num_heads(cache: KVCache) -> int:
+    """Returns KV, the number of key-value heads."""
+    return jax.tree.leaves(cache)[0].shape[-3]
 
 
 def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positions: Array) -> KVCache:
@@ -130,19 +135,34 @@ def _scatter(buffer: Array, block: Array, place: Array) -> Array:
     return jax.lax.scatter(buffer, place, vectors, numbers, mode=drop)
 
 
-def read(cache: KVCache, layer: int | Array) -> tuple[Array, Array]:
-    """Returns the keys and values of one layer, each [B, KV, S, Dh]."""
-    if isinstance(cache.keys, tuple) and isinstance(cache.values, tuple):
-        assert isinstance(layer, int), "unrolled layers are counted in Python"
-        return cache.keys[layer], cache.values[layer]
-    keys, values = (
-        jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (cache.keys, cache.values)
-    )
-    return keys, values
+def read(
+    cache: KVCache, layer: int | Array, first: int | Array = 0, count: int | None = None
+) -> tuple[Array, Array]:
+    """Returns the keys and values of one layer, each [B, KV, count, Dh].
+
+    Args:
+      cache: of S slots.
+      layer: which layer; a traced index only where the cache is stacked.
+      first: the first slot, at most S - count.
+      count: how many slots; None reads all.
+    """
+
+    def get(buffer: Array | tuple[Array, ...]) -> Array:
+        if isinstance(buffer, tuple):
+            assert isinstance(layer, int), "unrolled layers are counted in Python"
+            slots = buffer[layer]
+            return slots if count is None else jax.lax.dynamic_slice_in_dim(slots, first, count, axis=2)
+        if count is None:
+            return jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False)
+        # One slice, not one of another: a program that takes the layer first may copy it whole.
+        sizes = (1, *buffer.shape[1:3], count, buffer.shape[4])
+        return jax.lax.dynamic_slice(buffer, (layer, 0, 0, first, 0), sizes)[0]
+
+    return get(cache.keys), get(cache.values)
 
 
-def mask(positions: Array, capacity: int) -> Array:
-    """Says which slots each query sees: those up to its own position.
+def mask(positions: Array, count: int, first: int | Array = 0) -> Array:
+    """Says which of some slots each query sees: those up to its own position.
 
     For queries at positions 0, 1 and 3 of a row in a cache of four slots::
 
@@ -152,10 +172,11 @@ def mask(positions: Array, capacity: int) -> Array:
 
     Args:
       positions: [B, T] int32.
-      capacity: S.
+      count: how many slots.
+      first: the first of them.
 
     Returns:
-      [B, T, S] bool.
+      [B, T, count] bool.
     """
     chex.assert_rank(positions, 2)
-    return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+    return (first + jnp.arange(count))[None, None, :] <= positions[:, :, None]
