@@ -47,6 +47,23 @@ class DecoderOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshOptions(DecoderOptions):
+    """The same, on several devices."""
+
+    mesh: str = ""
+    """Spread over devices, as in 'data=2,model=4': the rows over 2, each model over 4. Empty: one device."""
+    draft_shards: int = 0
+    """Over how many devices the draft model is spread, a divisor of the mesh's model; 1 keeps a copy on each,
+    0 takes all."""
+
+    def placement(self) -> Any:
+        """How batches and models lie on the mesh; None without one."""
+        from specjax.parallel.sharding import make_placement
+
+        return make_placement(self.mesh, self.draft_shards or None) if self.mesh else None
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingOptions:
     """How every row is sampled."""
 
@@ -81,6 +98,7 @@ class Decoder:
     make_drafter: Callable[[int], Any]  # the drafter for a K; None for plain decoding
     draft_params: Any
     plain_drafter: Any  # what plain decoding runs with: nothing, or a silent draft for the fixed shape
+    placement: Any = None  # specjax.parallel.sharding.Placement, where the models are spread over a mesh
 
     @property
     def tokenizer(self) -> Any:
@@ -106,6 +124,7 @@ class Decoder:
         return dict(
             target=self.loaded.model,
             target_params=self.loaded.params,
+            placement=self.placement,
             drafter=self.drafter if speculative else self.plain_drafter,
             draft_params=self.draft_params if speculative else None,
             rule=self.options.rule,
@@ -121,13 +140,24 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     """
     # Here, so that --help needn't wait for them.
     from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
-    from specjax.models.load import load_model
+    from specjax.models.load import LoadedModel, load_model
     from specjax.models.tokenizer import check_same_vocabulary
+    from specjax.parallel.sharding import Layout
     from specjax.types import Drafter
 
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
-        loaded = load_model(options.model, options.dtype)
+        placement = options.placement() if isinstance(options, MeshOptions) else None
+
+        def load(spec: str, layout: Layout | None) -> LoadedModel:
+            loaded = load_model(spec, options.dtype)
+            if layout is None:
+                return loaded
+            model: Any
+            model, params = layout.lay(loaded.model, loaded.params)
+            return dataclasses.replace(loaded, model=model, params=params)
+
+        loaded = load(options.model, placement and placement.target)
         fixed = options.verify_shape == "fixed"
         plain_drafter = SilentDrafter(options.num_speculative_tokens) if fixed else None
         lookup, _, name = options.draft.rpartition("+")
@@ -138,7 +168,8 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         draft = None
         if name != "none":
             # The target as its own draft needs no second copy of the weights.
-            draft = loaded if name == options.model else load_model(name, options.dtype)
+            same = name == options.model and (placement is None or placement.draft == placement.target)
+            draft = loaded if same else load(name, placement and placement.draft)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
 
     def make_drafter(count: int) -> Drafter | None:
@@ -149,7 +180,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         return EitherDrafter(found, model) if lookup else model
 
     draft_params = None if draft is None else draft.params
-    return Decoder(options, loaded, make_drafter, draft_params, plain_drafter)
+    return Decoder(options, loaded, make_drafter, draft_params, plain_drafter, placement)
 
 
 def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:

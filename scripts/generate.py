@@ -20,7 +20,7 @@ from specjax.scripts import _cli, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
+class Config(_jobs.SamplingOptions, _jobs.MeshOptions):
     """One prompt and how to decode it."""
 
     prompt: tyro.conf.Positional[str] = "-"
