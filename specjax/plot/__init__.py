@@ -18,6 +18,7 @@ from specjax.plot.position import (
 from specjax.plot.reports import acceptance_by_position, acceptance_histogram, drafted_tokens, throughput
 from specjax.plot.sliders import sliders
 from specjax.plot.style import Palette, palette, style
+from specjax.plot.svg import svg
 
 __all__ = [
     "Palette",
@@ -36,6 +37,7 @@ __all__ = [
     "speedups",
     "stacked",
     "style",
+    "svg",
     "throughput",
     "whole_step",
 ]
