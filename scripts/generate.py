@@ -8,6 +8,7 @@ specjax generate --chat "Count to ten, twice." --trace trace.html
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not prompt.strip():
             raise ValueError("the prompt is empty: give some text")
     if config.trace is not None:
+        if config.stream:
+            _cli.fail("--trace and --stream exclude each other: give one of them")
         _check_free(config.trace, overwrite=config.overwrite)
     decoder = _jobs.load_decoder(config)
     begin = time.perf_counter()
@@ -100,14 +103,17 @@ def _trace(path: Path, decoder: _jobs.Decoder, ids: list[int], arguments: dict[s
     from specjax.scripts import _colours
     from specjax.trace import pieces, render, trace
 
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(_colours.legend(), style="dim")
+    tokenizer, console = decoder.tokenizer, Console(highlight=False, soft_wrap=True)
     found = trace(prompt=ids, **arguments)
-    texts = list(pieces(found.generation.tokens, decoder.tokenizer.token_bytes))
-    console.print(_colours.coloured(texts, found.generation.sources))
+    tokens, sources = found.generation.tokens, found.generation.sources
+    if console.is_terminal:
+        console.print(_colours.legend())
+        console.print(_colours.coloured(list(pieces(tokens, tokenizer.token_bytes)), sources))
+    else:
+        print(tokenizer.decode(tokens))
+    spelt = functools.partial(tokenizer.token_bytes, skip_special=False)
     with _cli.blame_input(OSError):
-        path.write_text(render(found, decoder.tokenizer.token_bytes, title=decoder.loaded.name), "utf-8")
+        path.write_text(render(found, spelt, title=decoder.loaded.name), "utf-8")
     return found.generation
 
 
