@@ -44,6 +44,7 @@ __all__ = [
     "fetch",
     "make_placement",
     "parse_mesh",
+    "place",
     "put",
     "shard",
     "sharded_jit",
@@ -161,6 +162,10 @@ class Placement:
         """Of what every device holds."""
         return NamedSharding(self.target.mesh, PartitionSpec())
 
+    def rows_of(self, shape: tuple[int, ...]) -> NamedSharding:
+        """The same for an array of ``shape``; it is whole everywhere if its rows don't divide."""
+        return self.target.sharding(("rows", *(None,) * (len(shape) - 1)), shape)
+
     def lay_rows(self, tree: T, fill: int | None = None) -> T:
         """Spreads arrays [B, ..] over ``data``, with as many rows more as make them divide.
 
@@ -261,6 +266,11 @@ def put(tree: T, shardings: Any) -> T:
 def shardings_of(tree: Any) -> Any:
     """Where the arrays of a tree lie."""
     return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def place(tree: T, shardings: Any) -> T:
+    """The shapes of a tree with their shardings: what a program can be compiled for."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def fetch(tree: T) -> T:
