@@ -1,7 +1,7 @@
 """What a decode step would need on TPUs, from their own compiler; no TPU is needed.
 
     specjax plan --target llama-3.1-8b --draft llama-3.2-1b --topology v5e:2x4
-    specjax plan --target llama-3.1-70b --draft llama-3.1-8b --topology v5p:2x2x1 --rows 32 128 --json plan.json
+    specjax plan --target llama-3.1-70b --draft llama-3.1-8b --topology v5p:2x2x1 --json plan.json
 
 All figures are the compiler's and ours from its program: estimates, no measurements.
 Needs the extra `tpu`: pip install "specjax[tpu]".
@@ -20,36 +20,19 @@ from typing import Any, Literal
 
 from specjax.scripts import _cli
 
-# name: vocabulary, layers, width, heads, key-value heads, head width, hidden width of the MLP, then what differs.
-_LLAMA = dict(context_length=131_072, rope_base=500_000.0)
-_QWEN = dict(context_length=40_960, rope_base=1e6, norm_eps=1e-6, qk_norm=True)
-SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "llama-3.1-8b": ((128_256, 32, 4096, 32, 8, 128, 14_336), _LLAMA | dict(tied_embeddings=False)),
-    "llama-3.1-70b": ((128_256, 80, 8192, 64, 8, 128, 28_672), _LLAMA | dict(tied_embeddings=False)),
-    "llama-3.2-1b": ((128_256, 16, 2048, 32, 8, 64, 8192), _LLAMA),
-    "llama-3.2-3b": ((128_256, 28, 3072, 24, 8, 128, 8192), _LLAMA),
-    "qwen3-0.6b": ((151_936, 28, 1024, 16, 8, 128, 3072), _QWEN),
-    "qwen3-1.7b": ((151_936, 28, 2048, 16, 8, 128, 6144), _QWEN),
-    "qwen3-4b": ((151_936, 36, 2560, 32, 8, 128, 9728), _QWEN),
-    "qwen3-8b": ((151_936, 36, 4096, 32, 8, 128, 12_288), _QWEN | dict(tied_embeddings=False)),
-    "qwen3-14b": ((151_936, 40, 5120, 40, 8, 128, 17_408), _QWEN | dict(tied_embeddings=False)),
-    "qwen3-32b": ((151_936, 64, 5120, 64, 8, 128, 25_600), _QWEN | dict(tied_embeddings=False)),
-    "smollm2-135m": ((49_152, 30, 576, 9, 3, 64, 1536), dict(context_length=8192, rope_base=1e5)),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """What to plan."""
 
     target: str = "llama-3.1-8b"
-    """A shape by name (see below), or the path of a GGUF file, of which only the sizes are read."""
+    """A shape by name (as qwen3-4b; a wrong name lists all), or a GGUF file, for its sizes alone."""
     draft: str = "llama-3.2-1b"
     """The same for the draft."""
     topology: str = "v5e:2x4"
     """As v5e:2x4, v5p:2x2x1, v6e:2x4."""
     mesh: str = ""
-    """As data=2,model=4. Empty: as many ways of the models as the target's key-value heads allow, the rest data."""
+    """As data=2,model=4. Empty: models over as many devices as key-value heads allow, rows over the rest."""
     draft_shards: int = 0
     """Over how many devices the draft is spread, a divisor of the mesh's model; 0 takes all."""
     rows: tuple[int, ...] = (32,)
@@ -91,9 +74,7 @@ class Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; exit code 1 if the step does not fit."""
-    names = ", ".join(SHAPES)
-    text = f"{__doc__}\nShapes: {names}. Gemma 3 is not among them: the models here have no sliding windows."
-    config = _cli.parse(Config, argv, text)
+    config = _cli.parse(Config, argv, __doc__)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the TPU's compiler is wanted, not a TPU
     from specjax.parallel import plan
     from specjax.parallel.sharding import make_placement
@@ -145,13 +126,12 @@ def _batch(config: Config, rows: int) -> Any:
 
 def _shape(name: str) -> tuple[Any, Any]:
     """The shape to plan with, and its configuration in bfloat16."""
-    from specjax.models.config import ModelConfig
     from specjax.models.functional import abstract_model
+    from specjax.models.shapes import SHAPES
     from specjax.parallel.plan import Shape
 
     if name in SHAPES:
-        sizes, rest = SHAPES[name]
-        cfg = ModelConfig(*sizes, dtype="bfloat16", **rest)
+        cfg = SHAPES[name]
     elif name.endswith(".gguf"):
         from specjax.models.gguf import config_of
         from specjax.models.gguf_file import open_gguf
@@ -224,57 +204,61 @@ def _print(config: Config, figures: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(highlight=False)
     console.print(
         f"{config.target} with {config.draft} on {config.topology} ({figures['devices']} {figures['chip']}, "
         f"{figures['mesh']}), bfloat16, K = {config.num_speculative_tokens}, {config.capacity} slots.\n"
-        "The TPU compiler's estimates, and ours from its program. Nothing was run or measured.",
-        highlight=False,
+        "The TPU compiler's estimates, and ours from its program. Nothing was run or measured."
     )
-    table = Table("MB a device", *figures["bytes_a_device"], "temporary", "total", "of the caches", "fits")
+    parts = figures["bytes_a_device"]
+    table = Table("MB a device", *map(_words, parts), "temporary", "of the caches", "all", "fits")
     for name in ("step", "prefill"):
         found = figures[name]
-        weights = [f"{value / 1e6:.0f}" for value in figures["bytes_a_device"].values()]
+        held = [f"{value / 1e6:.0f}" for value in parts.values()]
         if "does_not_fit" in found:
-            table.add_row(f"{name}, {config.rows[0]} rows", *weights, "", "", "", "no")
-            console.print(f"{name}: {found['does_not_fit']}", highlight=False)
+            table.add_row(name, *held, "", "", "", "no")
+            console.print(f"{name}: {found['does_not_fit']}")
             continue
-        table.add_row(
-            f"{name}, {config.rows[0]} rows", *weights, f"{found['temporary'] / 1e6:.0f}",
-            f"{found['total'] / 1e6:.0f}", f"{found['temporary_over_caches']:.1%}", "yes" if figures["fits"] else "no",
-        )  # fmt: skip
+        temporary = [f"{found['temporary'] / 1e6:.1f}", f"{found['temporary_over_caches']:.1%}"]
+        table.add_row(name, *held, *temporary, f"{found['total'] / 1e6:.0f}", _yes(figures["fits"]))
         for kind, sizes in found["collectives_written"].items():
-            console.print(
-                f"{name}: {len(sizes)} {kind}, the largest {max(sizes) / 1e3:.0f} kB", highlight=False
-            )
+            console.print(f"{name}: {len(sizes)} {kind} in its text, the largest {max(sizes) / 1e3:.0f} kB")
     console.print(table)
     table = Table(
-        "forward", "rows", "GFLOP", "MB read", "exchanges", "kB exchanged", "floor, ms", "estimate, ms"
+        "a device", "rows", "GFLOP", "MB read", "exchanges", "kB exchanged", "floor ms", "estimate ms"
     )
     for rows, row in figures["rows"].items():
         for name in ("decode", "verify", "draft"):
             one = row[name]
-            table.add_row(
-                name, str(rows), f"{one['flops'] / 1e9:.1f}", f"{one['bytes_read'] / 1e6:.0f}", str(one["collectives"]),
-                f"{one['collective_bytes'] / 1e3:.0f}", f"{one['floor'] * 1e3:.2f}", f"{one['seconds'] * 1e3:.2f}",
-            )  # fmt: skip
+            work = f"{one['flops'] / 1e9:.1f}", f"{one['bytes_read'] / 1e6:.0f}"
+            exchanged = str(one["collectives"]), f"{one['collective_bytes'] / 1e3:.0f}"
+            times = f"{one['floor'] * 1e3:.2f}", f"{one['seconds'] * 1e3:.2f}"
+            table.add_row(name, str(rows), *work, *exchanged, *times)
     console.print(table)
-    table = Table("rows", "c", "v", "break-even", "plain", *(f"at {a:g}" for a in config.acceptance))
+    columns = [f"at {value:g} (best K)" for value in config.acceptance]
+    table = Table("rows", "c", "v", "break-even", "plain", *columns, title="tokens a second, by acceptance")
     for rows, row in figures["rows"].items():
         even = row["break_even_acceptance"]
+        costs = (
+            f"{row['draft_cost']:.2f}",
+            f"{row['verify_cost']:.2f}",
+            "none" if even is None else f"{even:.2f}",
+        )
         speeds = [
-            f"{row['tokens_a_second'][a]:.0f} (best K {row['best_num_speculative_tokens'][a]}: "
-            f"{row['tokens_a_second_at_best'][a]:.0f})"
-            for a in config.acceptance
+            f"{row['tokens_a_second'][value]:.0f} ({row['best_num_speculative_tokens'][value]})"
+            for value in config.acceptance
         ]
-        table.add_row(
-            str(rows), f"{row['draft_cost']:.2f}", f"{row['verify_cost']:.2f}", "none" if even is None else f"{even:.2f}",
-            f"{row['plain_tokens_a_second']:.0f}", *speeds,
-        )  # fmt: skip
+        table.add_row(str(rows), *costs, f"{row['plain_tokens_a_second']:.0f}", *speeds)
     console.print(table)
-    console.print(
-        f"tokens a second by acceptance; planned in {figures['seconds_to_plan']:.0f} s", highlight=False
-    )
+    console.print(f"planned in {figures['seconds_to_plan']:.0f} s")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _draw(config: Config, figures: dict[str, Any]) -> None:

@@ -22,7 +22,15 @@ import numpy as np
 from specjax.decode import speculative_step, start
 from specjax.drafters import ModelDrafter
 from specjax.parallel import program
-from specjax.parallel.sharding import Layout, Placement, ShardedModel, place, sharded_jit, shardings_of
+from specjax.parallel.sharding import (
+    Layout,
+    Placement,
+    ShardedModel,
+    make_placement,
+    place,
+    sharded_jit,
+    shardings_of,
+)
 from specjax.theory import best_num_draft_tokens, expected_tokens, speedup
 from specjax.types import Context, DecodeState, ModelOutput, Params, Rule, SamplingParams
 
@@ -188,10 +196,8 @@ def compile_start(step: Step) -> Any:
 def export_step(target: Shape, draft: Shape, batch: Batch, rule: Rule) -> bytes:
     """The step for one device of any kind (cpu, cuda, tpu), as a serialized ``jax.export`` artifact.
 
-    It takes and gives the leaves of its trees, in their order, so that whoever calls it needs no class of ours.
+    It takes and gives the leaves of its trees, in their order: whoever calls it needs no class of ours.
     """
-    from specjax.parallel.sharding import make_placement
-
     step = Step.make(target, draft, make_placement("model=1"), batch)
     models = {"target": step.models["target"].model}
     drafter = step.models["drafter"]
@@ -305,7 +311,7 @@ class Costs:
         return float(rows / self.decode.seconds * gain)
 
     def break_even(self) -> float | None:
-        """The acceptance from which the K that was planned for is no slower than plain decoding; None at none."""
+        """The acceptance from which the planned K is no slower than plain decoding; None if there is none."""
         count = self.num_draft_tokens
         grid = np.linspace(0, 1, 1001)
         gains = speedup(expected_tokens(count, grid), count, self.draft_cost, self.verify_cost)

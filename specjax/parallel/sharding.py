@@ -237,6 +237,8 @@ def make_placement(
         raise ValueError(
             f"a mesh of data={data},model={model} needs {data * model} devices, not {len(devices)}"
         )
+    if jax.process_count() > 1 and data * model != len(devices):
+        raise ValueError(f"on several processes the mesh must take all of their {len(devices)} devices")
     ways = model if draft_ways is None else draft_ways
     if ways < 1 or model % ways:
         raise ValueError(f"the draft's ways must divide model={model}, which {ways} does not")
