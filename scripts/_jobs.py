@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from specjax.scripts import _cli
 
-__all__ = ["Decoder", "DecoderOptions", "SamplingOptions", "load_decoder", "spec_bench"]
+__all__ = [
+    "Decoder",
+    "DecoderOptions",
+    "MeshOptions",
+    "SamplingOptions",
+    "load_decoder",
+    "spec_bench",
+    "together",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +97,21 @@ class SamplingOptions:
     def values(self) -> dict[str, Any]:
         """The options by name, as ``make_sampling`` takes them."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingOptions)}
+
+
+@contextlib.contextmanager
+def together(processes: str) -> Iterator[None]:
+    """Runs what is inside as one of several processes, of which only the first prints; see --processes."""
+    with contextlib.ExitStack() as stack:
+        if processes:
+            from specjax.parallel.processes import joined
+
+            with _cli.blame_input(ValueError):
+                first = stack.enter_context(joined(processes))
+            if not first:
+                stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,11 +38,26 @@ class Config(_jobs.SamplingOptions, _jobs.MeshOptions):
     """Write a page that shows where each token came from, and why; on a terminal the text is coloured too."""
     overwrite: bool = False
     """Replace the page if it is there."""
+    processes: str = ""
+    """Run as one of several processes: '0/4@host:1234' (this is process 0 of 4, and process 0 listens there),
+    or 'auto' on TPU pods, Slurm and Open MPI. All get the same options; the first one prints."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.processes and not self.mesh:
+            raise ValueError("--processes needs a --mesh over all their devices")
+        if self.processes and self.trace:
+            raise ValueError("--trace is for one process")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the text on standard output, and one line of figures on standard error."""
     config = _cli.parse(Config, argv, __doc__)
+    with _jobs.together(config.processes):
+        return _decode(config)
+
+
+def _decode(config: Config) -> int:
     # Import late: a mistyped option is answered before JAX is loaded.
     from specjax.generate import generate, stream
     from specjax.models.tokenizer import Detokenizer

@@ -17,7 +17,6 @@ ARROWS: dict[str, set[str]] = {
     "record": {"types"},
     "sampling": {"types"},
     "cache": {"types"},
-    "parallel": {"types", "cache"},
     "verify": {"types", "sampling"},
     "theory": set(),
     "theory_law": {"theory"},
@@ -25,6 +24,7 @@ ARROWS: dict[str, set[str]] = {
 }
 ARROWS["decode"] = {"types", "sampling", "prefill", "cache", "verify", "drafters"}
 ARROWS["generate"] = ARROWS["decode"] | {"decode", "record", "parallel"}
+ARROWS["parallel"] = ARROWS["decode"] | {"decode", "theory"}
 ARROWS["plot"] = {"theory"}
 ARROWS["trace"] = ARROWS["generate"] | {"generate"}
 ARROWS["engine"] = ARROWS["generate"] | {"generate"}

@@ -44,6 +44,7 @@ __all__ = [
     "fetch",
     "make_placement",
     "parse_mesh",
+    "place",
     "put",
     "shard",
     "sharded_jit",
@@ -161,6 +162,10 @@ class Placement:
         """Of what every device holds."""
         return NamedSharding(self.target.mesh, PartitionSpec())
 
+    def rows_of(self, shape: tuple[int, ...]) -> NamedSharding:
+        """The same for an array of ``shape``; it is whole everywhere if its rows don't divide."""
+        return self.target.sharding(("rows", *(None,) * (len(shape) - 1)), shape)
+
     def lay_rows(self, tree: T, fill: int | None = None) -> T:
         """Spreads arrays [B, ..] over ``data``, with as many rows more as make them divide.
 
@@ -232,6 +237,8 @@ def make_placement(
         raise ValueError(
             f"a mesh of data={data},model={model} needs {data * model} devices, not {len(devices)}"
         )
+    if jax.process_count() > 1 and data * model != len(devices):
+        raise ValueError(f"on several processes the mesh must take all of their {len(devices)} devices")
     ways = model if draft_ways is None else draft_ways
     if ways < 1 or model % ways:
         raise ValueError(f"the draft's ways must divide model={model}, which {ways} does not")
@@ -261,6 +268,11 @@ def put(tree: T, shardings: Any) -> T:
 def shardings_of(tree: Any) -> Any:
     """Where the arrays of a tree lie."""
     return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def place(tree: T, shardings: Any) -> T:
+    """The shapes of a tree with their shardings: what a program can be compiled for."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
 def fetch(tree: T) -> T:
