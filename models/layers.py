@@ -18,7 +18,7 @@ from specjax.types import Array
 
 __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_angles", "rotate"]
 
-_BLOCK = 512
+_BLOCK = 128
 """Slots of the cache that attention reads at once, where it need not read all."""
 
 

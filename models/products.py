@@ -10,7 +10,7 @@ from specjax.types import Array
 
 __all__ = ["project"]
 
-_FEW_ROWS = 32
+_FEW_ROWS = 128
 _VECTOR = 8
 
 
