@@ -65,9 +65,12 @@ class Transformer(nnx.Module):
         x = self.embedding[...][tokens]
         x, cache = self._layers(x, cache, positions, angles, visible)
         x = self.norm(x)
-        head = self.embedding if self.cfg.tied_embeddings else self.head
-        logits = project(x, head[...], jnp.float32)
+        logits = project(x, self.output_rows(), jnp.float32)
         return ModelOutput(logits=logits, features=x, cache=cache)
+
+    def output_rows(self) -> Array:
+        """The head: one row [D] for each token that is scored."""
+        return (self.embedding if self.cfg.tied_embeddings else self.head)[...]
 
     def _layers(
         self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], visible: Array

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.drafters.narrow import draw, widen
 from specjax.sampling import sample, warp
 from specjax.types import Array, Cache, Context, Draft, Key, Model, Params, SamplingParams, pytree
 
@@ -42,10 +43,14 @@ class ModelDrafter:
     model: Model
     num_draft_tokens: int
     vocab_size: int | None = None  # the target's V, where padding makes it another than the model's
+    narrow: bool = False  # the model scores the tokens ``params["vocabulary"]`` alone
+    wide_noise: bool = False  # of a narrow model, see :func:`specjax.drafters.narrow.draw`
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens must be at least 1, not {self.num_draft_tokens}")
+        if self.narrow and self.vocab_size is None:
+            raise ValueError("a narrow draft needs the target's vocab_size")
 
     @property
     def always_full(self) -> bool:
@@ -93,8 +98,7 @@ class ModelDrafter:
 
         def extend(i: Array, cache: Cache, context: Context, fed: Array, positions: Array) -> Extended:
             output = self.model.apply(params, fed, cache, positions)
-            logits = warp(self._fit(output.logits[:, -1:]), sampling, context)[:, 0]
-            token = sample(draft_keys(i), logits)
+            token, logits = self._draw(params, output.logits[:, -1], draft_keys(i), sampling, context)
             # The next draw's penalties and masks see this one.
             context = dataclasses.replace(
                 context,
@@ -119,6 +123,8 @@ class ModelDrafter:
         drafted, draft_logits = jax.tree.map(
             lambda one, later: jnp.concatenate([one[:, None], jnp.moveaxis(later, 0, 1)], axis=1), first, rest
         )
+        if self.narrow:
+            draft_logits = widen(draft_logits, params["vocabulary"], self.vocab_size or 0)
         lengths = jnp.full_like(length, self.num_draft_tokens)
         return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, length)
 
@@ -134,6 +140,16 @@ class ModelDrafter:
             return self.read(params, state, tokens, positions, context.length, None)
 
         return lax.while_loop(behind, feed, state)
+
+    def _draw(
+        self, params: Params, logits: Array, keys: Key, sampling: SamplingParams, context: Context
+    ) -> tuple[Array, Array]:
+        """A token [B], and the warped logits that it was drawn from: [B, V], or [B, W] of a narrow model."""
+        if self.narrow:
+            vocabulary, size = params["vocabulary"], self.vocab_size or 0
+            return draw(logits, vocabulary, keys, sampling, context, size, wide_noise=self.wide_noise)
+        warped = warp(self._fit(logits)[:, None], sampling, context)[:, 0]
+        return sample(keys, warped), warped
 
     def _fit(self, logits: Array) -> Array:
         """Cuts padding off, or forbids what the model doesn't know: [..., V] for the target's V."""
