@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from specjax.scripts import _cli
 
-__all__ = ["Decoder", "DecoderOptions", "SamplingOptions", "load_decoder", "spec_bench"]
+__all__ = ["Decoder", "DecoderOptions", "SamplingOptions", "drafter_of", "load_decoder", "spec_bench"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +150,17 @@ def load_decoder(options: DecoderOptions) -> Decoder:
 
     draft_params = None if draft is None else draft.params
     return Decoder(options, loaded, make_drafter, draft_params, plain_drafter)
+
+
+def drafter_of(draft: Any, num_draft_tokens: int, vocab_size: int, rule: str = "token") -> Any:
+    """The drafter of a :class:`specjax.models.draft_file.LoadedDraft`."""
+    from specjax.drafters import FeatureDrafter, ModelDrafter
+
+    # The coupled rule lives on noise that draft and target share, token by token.
+    wide_noise = rule == "coupled"
+    if draft.kind == "head":
+        return FeatureDrafter(draft.model, num_draft_tokens, vocab_size, wide_noise)
+    return ModelDrafter(draft.model, num_draft_tokens, vocab_size, narrow=True, wide_noise=wide_noise)
 
 
 def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:

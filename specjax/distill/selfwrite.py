@@ -8,17 +8,25 @@ own responses are what transfers).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specjax.distill.sequences import TokenSequence
+from specjax.distill.sequences import TokenSequence, read_shards, shard_path, write_shard
 from specjax.generate import Decoding, Generation
 from specjax.sampling import make_sampling
 from specjax.types import Model, Params
 
-__all__ = ["answer_prompts", "prompts_of", "row_seeds", "split_turns", "write_conversations"]
+__all__ = [
+    "answer_prompts",
+    "fill_shards",
+    "prompts_of",
+    "row_seeds",
+    "split_turns",
+    "write_conversations",
+]
 
 _STRIDE = 16  # steps between two looks at how many rows are still live
 _ENOUGH = 0.15  # of the rows live, and no more: waiting for these costs more than they bring
@@ -123,3 +131,74 @@ def _decode(
         if live <= _ENOUGH * len(prompts):
             break
     return decoding.rows()
+
+
+def fill_shards(
+    folder: Path,
+    model: Model,
+    params: Params,
+    opening: Sequence[int],
+    closing: Sequence[int],
+    *,
+    num_tokens: int,
+    capacity: int,
+    batch: int,
+    seed: int,
+    special: Iterable[int],
+    stop_tokens: Sequence[int],
+    given: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Writes shards of half sampled, half greedy responses until a folder has enough of them.
+
+    What is there already stays, so a run that was killed goes on with the next shard: shard i is a function
+    of the seed and i alone.
+
+    Args:
+      folder: where the shards go.
+      model: the target.
+      params: its weights.
+      opening: see :func:`write_conversations`.
+      closing: likewise.
+      num_tokens: tokens of responses that are enough.
+      capacity: tokens of a sequence at most; prompts of more than half of that aren't answered.
+      batch: rows decoded at once.
+      seed: of everything.
+      special: see :func:`write_conversations`.
+      stop_tokens: ids that end a response.
+      given: prompts to answer, in order, instead of those that the target writes.
+      say: told about progress, one line at a time.
+
+    Returns:
+      The shards, in order.
+    """
+    shards, special, total = [], frozenset(special), 0
+    answered = {"capacity": capacity, "stop_tokens": stop_tokens}
+    while total < num_tokens:
+        index = len(shards)
+        path = shard_path(folder, index)
+        if not path.exists():
+            seeds = [row_seeds(seed, index, phase, count=batch) for phase in (1, 2)]
+            if given:
+                prompts = [list(p) for p in given[index * batch : (index + 1) * batch] if len(p) <= capacity // 2]
+                if not prompts:
+                    break
+                rows = (prompts * batch)[:batch]  # one compiled shape
+                sampled = answer_prompts(model, params, rows, temperature=1.0, seeds=seeds[0], **answered)
+                sampled = sampled[: len(prompts)]
+            else:
+                sampled = write_conversations(
+                    model, params, opening, closing, capacity=capacity, seeds=seeds[0], special=special
+                )
+                prompts = [p for p in prompts_of(sampled) if len(p) <= capacity // 2]
+            rows = (prompts * batch)[:batch]
+            greedy = (
+                answer_prompts(model, params, rows, temperature=0.0, seeds=seeds[1], **answered)[: len(prompts)]
+                if prompts
+                else []
+            )
+            write_shard(path, [*sampled, *greedy])
+        shards.append(path)
+        total += sum(len(s.tokens) - s.prompt_length for s in read_shards([path]))
+        say(f"data: {total} of {num_tokens} tokens in {len(shards)} shards")
+    return shards

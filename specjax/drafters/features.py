@@ -94,12 +94,14 @@ class FeatureDrafter:
         features: Array | None,
     ) -> FeatureDraftState:
         """Keeps the block's states, and reads the block; see :class:`specjax.types.Drafter`."""
-        del tokens
-        begin = positions[:, 0]
-        kept = _put(state.features, begin, _given(features))
-        # The newest token is the first of the next step: the target hasn't seen it.
-        end = jnp.minimum(positions[:, -1] + 1, jnp.maximum(length - 1, 0))
-        return dataclasses.replace(state, features=kept, seen=end)
+        state = dataclasses.replace(
+            state, features=_put(state.features, positions[:, 0], _given(features))
+        )
+        _, cache = self._feed(params, state, tokens, positions)
+        end = positions[:, -1] + 1
+        # The newest token's state isn't taken from here: the first step feeds that token to the target again.
+        seen = jnp.minimum(end, jnp.maximum(length - 1, 0))
+        return dataclasses.replace(state, cache=cache, seen=seen, known=jnp.minimum(end, length))
 
     def propose(
         self,
@@ -148,19 +150,23 @@ class FeatureDrafter:
             place = context.length[:, None] - 1
             return extend(i, *self.model.apply(params, token[:, None], guess, cache, place), context)
 
+        def tokens_at(positions: Array) -> Array:
+            return jnp.take_along_axis(context.tokens, positions, axis=1, mode="clip")
+
         def behind(state: FeatureDraftState) -> Array:
             return jnp.any(state.known < context.length - self.num_draft_tokens - 1)
 
         def catch_up(state: FeatureDraftState) -> FeatureDraftState:
             positions = state.known[:, None] + jnp.arange(CATCH_UP)[None]
-            _, cache = self._feed(params, state, context, positions)
+            _, cache = self._feed(params, state, tokens_at(positions), positions)
             known = jnp.minimum(positions[:, -1] + 1, context.length)
             return dataclasses.replace(state, cache=cache, known=known)
 
         state = lax.while_loop(behind, catch_up, state)
         # Rows shorter than the block read their first token more than once: the same keys each time.
         newest = context.length[:, None] - 1 + jnp.arange(-self.num_draft_tokens, 1)[None]
-        guesses, cache = self._feed(params, state, context, jnp.maximum(newest, 0))
+        newest = jnp.maximum(newest, 0)
+        guesses, cache = self._feed(params, state, tokens_at(newest), newest)
         carry, first = extend(jnp.int32(0), guesses[:, -1:], cache, context)
         (_, _, cache, _), rest = lax.scan(step, carry, jnp.arange(1, self.num_draft_tokens))
         drafted, warped = jax.tree.map(
@@ -174,10 +180,9 @@ class FeatureDrafter:
         return draft, dataclasses.replace(state, cache=cache, known=context.length)
 
     def _feed(
-        self, params: Params, state: FeatureDraftState, context: Context, positions: Array
+        self, params: Params, state: FeatureDraftState, tokens: Array, positions: Array
     ) -> tuple[Array, Cache]:
-        """Reads tokens of the rows with the target's states before them."""
-        tokens = jnp.take_along_axis(context.tokens, positions, axis=1, mode="clip")
+        """Reads tokens with the target's states before them."""
         before = jnp.maximum(positions - 1, 0)[..., None]
         features = jnp.take_along_axis(state.features, before, axis=1, mode="clip")
         features = jnp.where(positions[..., None] > 0, features, 0)
