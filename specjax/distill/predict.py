@@ -85,9 +85,10 @@ def predict(
       batch: sequences of a forward.
     """
     found: dict[float, list[np.ndarray]] = {0.0: [], 1.0: []}
-    for begin in range(0, len(source) - len(source) % batch, batch):
-        indices = range(begin, begin + batch)
-        both = jax.device_get(acceptances(trained, frozen, stack(source, indices), student=student))
+    for begin in range(0, len(source), batch):
+        indices = list(range(begin, min(begin + batch, len(source))))
+        filled = (indices * batch)[:batch]  # one compiled shape
+        both = jax.device_get(acceptances(trained, frozen, stack(source, filled), student=student))
         for place, index in enumerate(indices):
             temperature = float(temperatures[index])
             if temperature in found:
