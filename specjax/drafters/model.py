@@ -28,6 +28,7 @@ class ModelDraftState:
 
     cache: Cache
     known: Array  # [B] int32: the tokens of the row, from its first, whose keys the cache holds
+    fed: Array  # [B, K-1] int32: what it has fed itself behind these, as it drafted; -1 is nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ class ModelDrafter:
 
     def init(self, batch: int, capacity: int) -> ModelDraftState:
         """An empty cache."""
-        return ModelDraftState(self.model.init_cache(batch, capacity), jnp.zeros(batch, jnp.int32))
+        nothing = jnp.full((batch, self.num_draft_tokens - 1), -1, jnp.int32)
+        return ModelDraftState(self.model.init_cache(batch, capacity), jnp.zeros(batch, jnp.int32), nothing)
 
     def read(
         self,
@@ -73,7 +75,7 @@ class ModelDrafter:
         """Feeds the block; see :class:`specjax.types.Drafter`."""
         del features
         cache = self.model.apply(params, tokens, state.cache, positions).cache
-        return ModelDraftState(cache, jnp.minimum(positions[:, -1] + 1, length))
+        return ModelDraftState(cache, jnp.minimum(positions[:, -1] + 1, length), jnp.full_like(state.fed, -1))
 
     def propose(
         self,
@@ -116,7 +118,7 @@ class ModelDrafter:
         # A prompt of one token has no last-but-one: feeding it twice to the same slot is harmless too.
         positions = jnp.stack([jnp.maximum(length - 2, 0), length - 1], axis=1)
         newest_two = jnp.take_along_axis(context.tokens, positions, axis=1)
-        state = self._catch_up(params, state, context)
+        state = self._catch_up(params, _recognize(state, context), context)
         carry, first = extend(jnp.int32(0), state.cache, context, newest_two, positions)
         (_, cache, _), rest = lax.scan(step, carry, jnp.arange(1, self.num_draft_tokens))
 
@@ -126,7 +128,7 @@ class ModelDrafter:
         if self.narrow:
             draft_logits = widen(draft_logits, params["vocabulary"], self.vocab_size or 0)
         lengths = jnp.full_like(length, self.num_draft_tokens)
-        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, length)
+        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, length, drafted[:, :-1])
 
     def _catch_up(self, params: Params, state: ModelDraftState, context: Context) -> ModelDraftState:
         """Reads what is missing before the last-but-one token."""
@@ -160,7 +162,15 @@ class ModelDrafter:
         return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
     def accept(self, state: ModelDraftState, num_accepted: Array, features: Array | None) -> ModelDraftState:
-        """Counts the accepted tokens as read, but the last of a whole block, which was never fed."""
-        del features
-        fed = jnp.minimum(num_accepted, self.num_draft_tokens - 1)
-        return ModelDraftState(state.cache, state.known + fed)
+        """Nothing to do: the next step compares what was fed with what stands there."""
+        del num_accepted, features
+        return state
+
+
+def _recognize(state: ModelDraftState, context: Context) -> ModelDraftState:
+    """Counts as known what the model fed itself and the row has come to have, whoever drafted it."""
+    places = state.known[:, None] + jnp.arange(state.fed.shape[1])[None]
+    tokens = jnp.take_along_axis(context.tokens, places, axis=1, mode="clip")
+    same = (tokens == state.fed) & (places < context.length[:, None])
+    right = jnp.sum(jnp.cumprod(same, axis=1), axis=1, dtype=jnp.int32)
+    return ModelDraftState(state.cache, state.known + right, jnp.full_like(state.fed, -1))
