@@ -121,6 +121,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     """
     # Here, so that --help needn't wait for them.
     from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
+    from specjax.models.draft_file import DRAFTS, LoadedDraft, load_draft
     from specjax.models.load import load_model
     from specjax.models.tokenizer import check_same_vocabulary
     from specjax.types import Drafter
@@ -135,8 +136,10 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             lookup, name = "lookup", "none"
         if lookup not in ("", "lookup"):
             raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
-        draft = None
-        if name != "none":
+        draft: Any = None
+        if name in DRAFTS or name.endswith(".safetensors"):
+            draft = load_draft(name, loaded.model, loaded.params)
+        elif name != "none":
             # The target as its own draft needs no second copy of the weights.
             draft = loaded if name == options.model else load_model(name, options.dtype)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
@@ -145,7 +148,10 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         found = LookupDrafter(count, options.prompt_lookup_min, options.prompt_lookup_max, always_full=fixed)
         if draft is None:
             return found if lookup else plain_drafter
-        model = ModelDrafter(draft.model, count, loaded.model.vocab_size)
+        if isinstance(draft, LoadedDraft):
+            model = drafter_of(draft, count, loaded.model.vocab_size, options.rule)
+        else:
+            model = ModelDrafter(draft.model, count, loaded.model.vocab_size)
         return EitherDrafter(found, model) if lookup else model
 
     draft_params = None if draft is None else draft.params

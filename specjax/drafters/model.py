@@ -24,11 +24,16 @@ Extended = tuple[Carry, tuple[Array, Array]]  # with a token and the logits that
 
 @pytree
 class ModelDraftState:
-    """What the draft model has read."""
+    """What the draft model has read, given or drafted by itself."""
 
     cache: Cache
-    known: Array  # [B] int32: the tokens of the row, from its first, whose keys the cache holds
-    fed: Array  # [B, K-1] int32: what it has fed itself behind these, as it drafted; -1 is nothing
+    fed: Array  # [B, S] int32: the token whose keys each slot of the cache holds; -1 is none
+
+    def known(self, context: Context) -> Array:
+        """The tokens of each row, from its first, that the cache holds, whoever drafted them: [B] int32."""
+        slots = jnp.arange(self.fed.shape[1])[None]
+        same = (self.fed == context.tokens) & (slots < context.length[:, None])
+        return jnp.sum(jnp.cumprod(same, axis=1), axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +65,8 @@ class ModelDrafter:
 
     def init(self, batch: int, capacity: int) -> ModelDraftState:
         """An empty cache."""
-        nothing = jnp.full((batch, self.num_draft_tokens - 1), -1, jnp.int32)
-        return ModelDraftState(self.model.init_cache(batch, capacity), jnp.zeros(batch, jnp.int32), nothing)
+        nothing = jnp.full((batch, capacity), -1, jnp.int32)
+        return ModelDraftState(self.model.init_cache(batch, capacity), nothing)
 
     def read(
         self,
@@ -75,7 +80,7 @@ class ModelDrafter:
         """Feeds the block; see :class:`specjax.types.Drafter`."""
         del features
         cache = self.model.apply(params, tokens, state.cache, positions).cache
-        return ModelDraftState(cache, jnp.minimum(positions[:, -1] + 1, length), jnp.full_like(state.fed, -1))
+        return ModelDraftState(cache, _note(state.fed, tokens, positions, length))
 
     def propose(
         self,
@@ -118,7 +123,7 @@ class ModelDrafter:
         # A prompt of one token has no last-but-one: feeding it twice to the same slot is harmless too.
         positions = jnp.stack([jnp.maximum(length - 2, 0), length - 1], axis=1)
         newest_two = jnp.take_along_axis(context.tokens, positions, axis=1)
-        state = self._catch_up(params, _recognize(state, context), context)
+        state = self._catch_up(params, state, context)
         carry, first = extend(jnp.int32(0), state.cache, context, newest_two, positions)
         (_, cache, _), rest = lax.scan(step, carry, jnp.arange(1, self.num_draft_tokens))
 
@@ -128,16 +133,20 @@ class ModelDrafter:
         if self.narrow:
             draft_logits = widen(draft_logits, params["vocabulary"], self.vocab_size or 0)
         lengths = jnp.full_like(length, self.num_draft_tokens)
-        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, length, drafted[:, :-1])
+        # The last token drafted was never fed.
+        fed = jnp.concatenate([newest_two, drafted[:, :-1]], axis=1)
+        places = jnp.concatenate([positions, length[:, None] + jnp.arange(fed.shape[1] - 2)[None]], axis=1)
+        noted = _note(state.fed, fed, places, length + self.num_draft_tokens - 1)
+        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, noted)
 
     def _catch_up(self, params: Params, state: ModelDraftState, context: Context) -> ModelDraftState:
         """Reads what is missing before the last-but-one token."""
 
         def behind(state: ModelDraftState) -> Array:
-            return jnp.any(state.known < context.length - 2)
+            return jnp.any(state.known(context) < context.length - 2)
 
         def feed(state: ModelDraftState) -> ModelDraftState:
-            positions = state.known[:, None] + jnp.arange(CATCH_UP)[None]
+            positions = state.known(context)[:, None] + jnp.arange(CATCH_UP)[None]
             tokens = jnp.take_along_axis(context.tokens, positions, axis=1, mode="clip")
             return self.read(params, state, tokens, positions, context.length, None)
 
@@ -167,10 +176,9 @@ class ModelDrafter:
         return state
 
 
-def _recognize(state: ModelDraftState, context: Context) -> ModelDraftState:
-    """Counts as known what the model fed itself and the row has come to have, whoever drafted it."""
-    places = state.known[:, None] + jnp.arange(state.fed.shape[1])[None]
-    tokens = jnp.take_along_axis(context.tokens, places, axis=1, mode="clip")
-    same = (tokens == state.fed) & (places < context.length[:, None])
-    right = jnp.sum(jnp.cumprod(same, axis=1), axis=1, dtype=jnp.int32)
-    return ModelDraftState(state.cache, state.known + right, jnp.full_like(state.fed, -1))
+def _note(fed: Array, tokens: Array, positions: Array, length: Array) -> Array:
+    """Writes down the tokens [B, T] fed at ``positions``, those before ``length`` [B]; nothing lies behind."""
+    rows = jnp.arange(fed.shape[0])[:, None]
+    fed = fed.at[rows, positions].set(jnp.where(positions < length[:, None], tokens, -1), mode="drop")
+    # Keys further on were made behind other tokens, even where the text comes to look the same there.
+    return jnp.where(jnp.arange(fed.shape[1])[None] > positions[:, -1:], -1, fed)
