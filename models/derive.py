@@ -46,7 +46,9 @@ def cut_layers(
     """
     cfg = model.config
     if cfg.scan_layers or not layers or not all(0 <= i < cfg.num_layers for i in layers):
-        raise ValueError(f"layers must be among 0 .. {cfg.num_layers - 1} of an unrolled target, not {layers}")
+        raise ValueError(
+            f"layers must be among 0 .. {cfg.num_layers - 1} of an unrolled target, not {layers}"
+        )
     draft, _ = narrow_model(dataclasses.replace(cfg, num_layers=len(layers)), len(vocabulary))
     return draft, {
         "blocks": {place: params["blocks"][layer] for place, layer in enumerate(layers)},

@@ -117,9 +117,7 @@ def load_draft(spec: str, target: FunctionalModel, target_params: Params) -> Loa
     if header["kind"] == "model":
         model, like = narrow_model(cfg, len(vocabulary))
     else:
-        model, like = to_feature_model(
-            nnx.eval_shape(lambda: FeatureHead(cfg, len(vocabulary), nnx.Rngs(0)))
-        )
+        model, like = to_feature_model(nnx.eval_shape(lambda: FeatureHead(cfg, len(vocabulary), nnx.Rngs(0))))
     shared = {"embedding": target_params["embedding"]}
     if "head" not in tensors:
         shared["head"] = output_rows(target_params)[vocabulary]

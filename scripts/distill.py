@@ -205,13 +205,22 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
         vocabulary = frequent_tokens(kept, min(config.scored, size), size)
     else:  # the tokens that it knows stay
         with _cli.blame_input(ValueError):
-            vocabulary = np.asarray(load_draft(str(config.init), loaded.model, loaded.params).params["vocabulary"])
-    print(f"the draft's {len(vocabulary)} tokens cover {share_covered(kept, vocabulary):.2%} of the responses")
+            vocabulary = np.asarray(
+                load_draft(str(config.init), loaded.model, loaded.params).params["vocabulary"]
+            )
+    print(
+        f"the draft's {len(vocabulary)} tokens cover {share_covered(kept, vocabulary):.2%} of the responses"
+    )
     # What users say is the target's own too, where it wrote that itself.
     first = len(turns(loaded)[0]) - 1 if config.prompts is None else None
     sources = {
         which: ScoredSequences(
-            folders, vocabulary, size, held_out=config.held_out, which=which, first=first if which == "train" else None
+            folders,
+            vocabulary,
+            size,
+            held_out=config.held_out,
+            which=which,
+            first=first if which == "train" else None,
         )
         for which in ("train", "held out")
     }
@@ -294,7 +303,9 @@ def measure(config: Config, loaded: Any, draft: Any) -> list[dict[str, Any]]:
                 max_tokens=config.max_tokens,
                 drafter=drafter,
                 draft_params=draft.params,
-                sampling=make_sampling(len(group), temperature=temperature, seed=range(begin, begin + len(group))),
+                sampling=make_sampling(
+                    len(group), temperature=temperature, seed=range(begin, begin + len(group))
+                ),
                 stop_tokens=loaded.tokenizer.eos_ids,
             )
             rows += [(task, result) for (task, _), result in zip(group, results, strict=True)]

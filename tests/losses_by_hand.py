@@ -20,11 +20,15 @@ def log_softmax(logits):
 
 
 def forward_kl(p, q, log_p, log_q):
-    return sum(p[x] * (log_p[x] - log_q[x]) for x in range(len(p)) if np.isfinite(log_p[x]) and np.isfinite(log_q[x]))
+    return sum(
+        p[x] * (log_p[x] - log_q[x]) for x in range(len(p)) if np.isfinite(log_p[x]) and np.isfinite(log_q[x])
+    )
 
 
 def reverse_kl(p, q, log_p, log_q):
-    return sum(q[x] * (log_q[x] - log_p[x]) for x in range(len(p)) if np.isfinite(log_p[x]) and np.isfinite(log_q[x]))
+    return sum(
+        q[x] * (log_q[x] - log_p[x]) for x in range(len(p)) if np.isfinite(log_p[x]) and np.isfinite(log_q[x])
+    )
 
 
 def jsd(p, q, log_p, log_q, beta):

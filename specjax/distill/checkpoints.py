@@ -92,7 +92,9 @@ class Checkpoints:
         """
         saved = self._orbax.checkpointables_metadata(step).metadata["state"]
         _compare(step, like, saved)
-        loaded = self._orbax.load_checkpointables(step, {"state": jax.tree.map(_abstract, like), "place": None})
+        loaded = self._orbax.load_checkpointables(
+            step, {"state": jax.tree.map(_abstract, like), "place": None}
+        )
         return loaded["state"], loaded["place"]
 
     @property

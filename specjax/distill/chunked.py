@@ -82,9 +82,7 @@ def chunked_sums(
     return lax.scan(add, Sums(zero, zero, zero, zero, zero), jnp.arange(0, size, chunk))[0]
 
 
-def log_normalizer(
-    features: Array, head: Array, *, chunk: int = 8192, temperature: float = 1.0
-) -> Array:
+def log_normalizer(features: Array, head: Array, *, chunk: int = 8192, temperature: float = 1.0) -> Array:
     """log sum exp of ``features`` [N, D] times ``head`` [V, D] over T, [N] float32, chunk by chunk."""
     size = head.shape[0]
     chunk = min(chunk, size)

@@ -136,9 +136,7 @@ LOSSES: Mapping[str, Loss] = {
 """The losses by the names that jobs know them by."""
 
 
-def mix(
-    sums: Sums, weights: Mapping[str, float], *, eta: float = 3.0, temperature: float = 1.0
-) -> Array:
+def mix(sums: Sums, weights: Mapping[str, float], *, eta: float = 3.0, temperature: float = 1.0) -> Array:
     """A weighted sum of losses, position by position.
 
     Args:
@@ -201,9 +199,7 @@ def position_losses(
             jnp.where(mask[..., None], x, 0) for x in (target_logits, draft_logits)
         )
     is_label = None if labels is None else jax.nn.one_hot(labels, size, dtype=bool)
-    log_p, log_q = (
-        jax.nn.log_softmax(x / temperature, axis=-1) for x in (target_logits, draft_logits)
-    )
+    log_p, log_q = (jax.nn.log_softmax(x / temperature, axis=-1) for x in (target_logits, draft_logits))
     return sums_of(log_p, log_q, is_label, beta=beta)
 
 
@@ -212,9 +208,7 @@ def loss_of(
 ) -> Array:
     """One loss of whole logits, [...] float32; ``beta``, ``eta`` and ``temperature`` as above."""
     beta, temperature = options.pop("beta", 0.5), options.get("temperature", 1.0)
-    sums = position_losses(
-        target_logits, draft_logits, labels, beta=beta, temperature=temperature
-    )
+    sums = position_losses(target_logits, draft_logits, labels, beta=beta, temperature=temperature)
     return mix(sums, {name: 1.0}, **options)
 
 

@@ -118,7 +118,12 @@ def answer_prompts(
 
 
 def _decode(
-    model: Model, params: Params, prompts: Sequence[Sequence[int]], *, max_tokens: int | list[int], **options: Any
+    model: Model,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | list[int],
+    **options: Any,
 ) -> list[Generation]:
     budgets = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
     decoding = Decoding(model, params, prompts, max_tokens=budgets, **options)
@@ -180,7 +185,9 @@ def fill_shards(
         if not path.exists():
             seeds = [row_seeds(seed, index, phase, count=batch) for phase in (1, 2)]
             if given:
-                prompts = [list(p) for p in given[index * batch : (index + 1) * batch] if len(p) <= capacity // 2]
+                prompts = [
+                    list(p) for p in given[index * batch : (index + 1) * batch] if len(p) <= capacity // 2
+                ]
                 if not prompts:
                     break
                 rows = (prompts * batch)[:batch]  # one compiled shape
@@ -193,7 +200,9 @@ def fill_shards(
                 prompts = [p for p in prompts_of(sampled) if len(p) <= capacity // 2]
             rows = (prompts * batch)[:batch]
             greedy = (
-                answer_prompts(model, params, rows, temperature=0.0, seeds=seeds[1], **answered)[: len(prompts)]
+                answer_prompts(model, params, rows, temperature=0.0, seeds=seeds[1], **answered)[
+                    : len(prompts)
+                ]
                 if prompts
                 else []
             )

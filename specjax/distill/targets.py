@@ -139,7 +139,9 @@ class ScoredSequences:
         seen: set[bytes] = set()
         for number, shard in enumerate(self._shards):
             for index, (prompt, length, temperature) in enumerate(shard["spans"]):
-                sequence = TokenSequence(shard["tokens"][index, : int(length)], int(prompt), float(temperature))
+                sequence = TokenSequence(
+                    shard["tokens"][index, : int(length)], int(prompt), float(temperature)
+                )
                 key = sequence.tokens.tobytes()
                 if length - prompt > 1 and key not in seen:
                     seen.add(key)

@@ -94,9 +94,7 @@ class FeatureDrafter:
         features: Array | None,
     ) -> FeatureDraftState:
         """Keeps the block's states, and reads the block; see :class:`specjax.types.Drafter`."""
-        state = dataclasses.replace(
-            state, features=_put(state.features, positions[:, 0], _given(features))
-        )
+        state = dataclasses.replace(state, features=_put(state.features, positions[:, 0], _given(features)))
         _, cache = self._feed(params, state, tokens, positions)
         end = positions[:, -1] + 1
         # The newest token's state isn't taken from here: the first step feeds that token to the target again.

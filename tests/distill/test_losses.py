@@ -168,14 +168,18 @@ def test_chunked_equals_whole(chunk):
     weights = {name: 1.0 + place for place, name in enumerate(LOSSES)}
 
     def chunked(states, head):
-        sums = chunked_sums(Scores(features, target_head), Scores(states, head), labels, chunk=chunk, beta=0.3)
+        sums = chunked_sums(
+            Scores(features, target_head), Scores(states, head), labels, chunk=chunk, beta=0.3
+        )
         return jnp.sum(mix(sums, weights)), sums
 
     def whole(states, head):
         sums = position_losses(features @ target_head.T, states @ head.T, labels, beta=0.3)
         return jnp.sum(mix(sums, weights)), sums
 
-    results = [jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(states, draft_head) for f in (chunked, whole)]
+    results = [
+        jax.jit(jax.value_and_grad(f, (0, 1), has_aux=True))(states, draft_head) for f in (chunked, whole)
+    ]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), *results)
 
 
@@ -186,12 +190,8 @@ def test_a_smaller_vocabulary_keeps_the_targets_true_probabilities():
     draft_head = jnp.asarray(rng.normal(size=(5, 6)), jnp.float32)
     tokens = np.array([1, 4, 6, 9, 12])
     total = log_normalizer(features, target_head, chunk=4)
-    np.testing.assert_allclose(
-        total, np.log(np.exp(np.float64(features @ target_head.T)).sum(-1)), rtol=1e-5
-    )
-    sums = chunked_sums(
-        Scores(features, target_head[tokens], total), Scores(states, draft_head), chunk=2
-    )
+    np.testing.assert_allclose(total, np.log(np.exp(np.float64(features @ target_head.T)).sum(-1)), rtol=1e-5)
+    sums = chunked_sums(Scores(features, target_head[tokens], total), Scores(states, draft_head), chunk=2)
     wide = np.full((4, 13), -np.inf)
     wide[:, tokens] = states @ draft_head.T
     expected = position_losses(features @ target_head.T, jnp.asarray(wide, jnp.float32))

@@ -126,7 +126,9 @@ def test_a_random_draft_at_least_doubles_its_acceptance_through_the_decoder():
     student, trained, frozen, model = made("head")
     # A draft that knows nothing: its first weights are noise, not the target's.
     keys = iter(jax.random.split(jax.random.key(0), 99))
-    trained = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape) * 0.1 if x.ndim > 1 else x, trained)
+    trained = jax.tree.map(
+        lambda x: jax.random.normal(next(keys), x.shape) * 0.1 if x.ndim > 1 else x, trained
+    )
     drafter = FeatureDrafter(model, 4, 48)
     own = {name: x for name, x in frozen.items() if name != "target_head"}
 
@@ -148,5 +150,7 @@ def test_a_random_draft_at_least_doubles_its_acceptance_through_the_decoder():
     batch = tiny_target.batch_of(tiny_target.sequences(64, 33, seed=1), VOCABULARY)
     for i in range(300):
         place = 16 * (i % 4)
-        state, _ = step(state, tiny_target.in_parts(jax.tree.map(lambda x: x[place : place + 16], batch), 1), frozen)
+        state, _ = step(
+            state, tiny_target.in_parts(jax.tree.map(lambda x: x[place : place + 16], batch), 1), frozen
+        )
     assert measured(state.params) > 2 * before
