@@ -122,7 +122,7 @@ def load_draft(spec: str, target: FunctionalModel, target_params: Params) -> Loa
     if "head" not in tensors:
         shared["head"] = output_rows(target_params)[vocabulary]
     params = _fill(path, like, tensors, shared)
-    return LoadedDraft(header["kind"], model, params, about)
+    return LoadedDraft("model" if header["kind"] == "model" else "head", model, params, about)
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:

@@ -11,6 +11,7 @@ run that was stopped left off.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ class Config:
     data: Path | None = None
     """Folder of the training data, shared between runs; OUT/data by default."""
     prompts: Path | None = None
-    """JSONL with a 'prompt' or 'messages' in each line, to be answered; by default the target writes its own."""
+    """JSONL with 'prompt' or 'messages' in each line, to answer; by default the target writes its own."""
     num_tokens: int = 300_000
     """Tokens of responses to train on."""
     capacity: int = 256
@@ -165,6 +166,7 @@ def make_draft(config: Config, loaded: Any, vocabulary: Any) -> tuple[Any, Any, 
 
     target = (loaded.model, loaded.params)
     frozen = {"embedding", "vocabulary"} if config.train_head else {"embedding", "vocabulary", "head"}
+    model: Any
     student: Any
     if config.kind == "head":
         model, params = feature_head(*target, config.num_layers, vocabulary, config.seed)
@@ -235,6 +237,12 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     with _cli.blame_input(ValueError):
         batches = Batches(sources["train"], batch=config.batch, parts=config.parts, seed=config.seed)
     temperatures = sources["held out"].temperatures()
+    # What a draft does K tokens ahead shows only where it is fed its own guesses.
+    far = (
+        dataclasses.replace(student, passes=config.num_speculative_tokens)
+        if config.kind == "head"
+        else student
+    )
 
     def evaluate(state: Any) -> dict[str, float]:
         found = predict(
@@ -242,7 +250,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
             frozen,
             sources["held out"],
             temperatures,
-            student=student,
+            student=far,
             num_draft_tokens=config.num_speculative_tokens,
         )
         figures = {}
@@ -291,7 +299,7 @@ def measure(config: Config, loaded: Any, draft: Any) -> list[dict[str, Any]]:
         if len(ids := loaded.encode_chat(row["messages"])) < loaded.model.context_length - config.max_tokens
     ]
     prompts.sort(key=lambda pair: len(pair[1]))
-    report = []
+    report: list[dict[str, Any]] = []
     for temperature in (0.0, 1.0):
         rows = []
         for begin in range(0, len(prompts), 4):
@@ -310,17 +318,16 @@ def measure(config: Config, loaded: Any, draft: Any) -> list[dict[str, Any]]:
             )
             rows += [(task, result) for (task, _), result in zip(group, results, strict=True)]
         means = np.array([r.mean_acceptance_length for _, r in rows])
-        accepted = sum(r.accepted for _, r in rows)
+        accepted = np.sum([r.accepted for _, r in rows], axis=0)
         reached = accepted[::-1].cumsum()[::-1]
         total = sum(len(r.tokens) for _, r in rows) / sum(r.num_steps for _, r in rows)
-        figures = {
+        positions = [float(b / max(a, 1)) for a, b in itertools.pairwise(reached)]
+        figures: dict[str, Any] = {
             "temperature": temperature,
             "prompts": len(rows),
             "tokens_a_step": total,
             "standard_error": float(means.std(ddof=1) / np.sqrt(len(means))),
-            "acceptance_by_position": [
-                float(b / max(a, 1)) for a, b in zip(reached, reached[1:], strict=False)
-            ],
+            "acceptance_by_position": positions,
             "by_task": {
                 task: float(np.mean([r.mean_acceptance_length for t, r in rows if t == task]))
                 for task in dict.fromkeys(task for task, _ in rows)
@@ -330,7 +337,7 @@ def measure(config: Config, loaded: Any, draft: Any) -> list[dict[str, Any]]:
         print(
             f"measured at T = {temperature:g}: {total:.2f} tokens a step (standard error "
             f"{figures['standard_error']:.2f}, {len(rows)} prompts), acceptance by position "
-            f"{' '.join(f'{x:.2f}' for x in figures['acceptance_by_position'])}",
+            f"{' '.join(f'{x:.2f}' for x in positions)}",
             flush=True,
         )
     return report

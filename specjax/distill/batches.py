@@ -18,7 +18,7 @@ __all__ = ["Batches", "Source", "stack"]
 
 
 class Source(Protocol):
-    """Sequences by index, each the fields of :class:`~specjax.distill.train.Batch` without their first axis."""
+    """Sequences by index: the fields of :class:`~specjax.distill.train.Batch` without their first axis."""
 
     def __len__(self) -> int: ...
 

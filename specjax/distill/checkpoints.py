@@ -15,7 +15,7 @@ from orbax.checkpoint import v1 as ocp
 
 from specjax.distill.train import TrainState
 
-__all__ = ["Checkpoints", "CheckpointMismatch"]
+__all__ = ["CheckpointMismatch", "Checkpoints"]
 
 _METRIC = "score"
 
@@ -116,7 +116,7 @@ def _compare(step: int, like: TrainState, saved: Any) -> None:
     for name, value in wanted.items():
         if found[name] != value:
             raise CheckpointMismatch(
-                f"step {step}: {name} is {found[name]} in the checkpoint and {value} here; it is of another draft"
+                f"step {step}: {name} is {found[name]} in the checkpoint, not {value}: it is of another draft"
             )
 
 

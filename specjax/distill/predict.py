@@ -8,6 +8,7 @@ that pass at position t, the expected tokens a step are :math:`1 + E_u \sum_s \p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -109,7 +110,7 @@ def _chain(accepted: np.ndarray, num_draft_tokens: int) -> Prediction:
     for s in range(num_draft_tokens):
         reached.append(reached[-1] * accepted[min(s, passes - 1)][:, s : s + starts])
     whole = ~np.isnan(reached[-1])  # starts from which all K positions count
-    for before, after in zip(reached, reached[1:], strict=False):
+    for before, after in itertools.pairwise(reached):
         means.append(float(after[whole].sum() / max(before[whole].sum(), 1e-9)))
     expected = 1 + sum(float(x[whole].mean()) for x in reached[1:]) if whole.any() else 1.0
     return Prediction(means, expected, int(whole.sum()))

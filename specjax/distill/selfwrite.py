@@ -71,7 +71,7 @@ def write_conversations(
 def split_turns(
     opening: Sequence[int], closing: Sequence[int], written: Sequence[int], special: Iterable[int]
 ) -> TokenSequence | None:
-    """Finds the user's turn and the response in what was written after ``opening``; None if they aren't there."""
+    """Finds the user's turn and the response in what was written after ``opening``, or None."""
     written, closing = list(written), list(closing)
     if closing[0] not in written:
         return None
@@ -177,35 +177,39 @@ def fill_shards(
     Returns:
       The shards, in order.
     """
-    shards, special, total = [], frozenset(special), 0
-    answered = {"capacity": capacity, "stop_tokens": stop_tokens}
+    shards: list[Path] = []
+    special, total = frozenset(special), 0
+
+    def answer(prompts: list[list[int]], temperature: float, seeds: np.ndarray) -> list[TokenSequence]:
+        rows = (prompts * batch)[:batch]  # one compiled shape
+        answers = answer_prompts(
+            model,
+            params,
+            rows,
+            capacity=capacity,
+            temperature=temperature,
+            seeds=seeds,
+            stop_tokens=stop_tokens,
+        )
+        return answers[: len(prompts)]
+
     while total < num_tokens:
         index = len(shards)
         path = shard_path(folder, index)
         if not path.exists():
             seeds = [row_seeds(seed, index, phase, count=batch) for phase in (1, 2)]
             if given:
-                prompts = [
-                    list(p) for p in given[index * batch : (index + 1) * batch] if len(p) <= capacity // 2
-                ]
-                if not prompts:
-                    break
-                rows = (prompts * batch)[:batch]  # one compiled shape
-                sampled = answer_prompts(model, params, rows, temperature=1.0, seeds=seeds[0], **answered)
-                sampled = sampled[: len(prompts)]
+                own = given[index * batch : (index + 1) * batch]
+                prompts = [list(prompt) for prompt in own if len(prompt) <= capacity // 2]
+                sampled = answer(prompts, 1.0, seeds[0]) if prompts else []
             else:
                 sampled = write_conversations(
                     model, params, opening, closing, capacity=capacity, seeds=seeds[0], special=special
                 )
-                prompts = [p for p in prompts_of(sampled) if len(p) <= capacity // 2]
-            rows = (prompts * batch)[:batch]
-            greedy = (
-                answer_prompts(model, params, rows, temperature=0.0, seeds=seeds[1], **answered)[
-                    : len(prompts)
-                ]
-                if prompts
-                else []
-            )
+                prompts = [prompt for prompt in prompts_of(sampled) if len(prompt) <= capacity // 2]
+            if given and not own:
+                break  # every prompt has been answered
+            greedy = answer(prompts, 0.0, seeds[1]) if prompts else []
             write_shard(path, [*sampled, *greedy])
         shards.append(path)
         total += sum(len(s.tokens) - s.prompt_length for s in read_shards([path]))

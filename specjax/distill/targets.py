@@ -168,7 +168,7 @@ class ScoredSequences:
             "labels": np.where(mask, self._row_of[np.roll(tokens, -1)], -1),
             "best": np.where(mask, self._row_of[shard["best"][row]], -1),
             "mask": mask,
-            "lengths": np.int32(length),
+            "lengths": np.array(length, np.int32),
         }
 
     def temperatures(self) -> np.ndarray:

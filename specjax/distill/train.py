@@ -212,10 +212,8 @@ def _totals(
     features = cast(jnp.where(padding[..., None], 0, batch.features))
     states, counts = make_states(params, batch.tokens, features)
     passes = states.shape[0]
-    target = Scores(_flat(features), target_head, _flat(batch.log_normalizer))
-    target = dataclasses.replace(
-        target, log_normalizer=jnp.where(_flat(batch.mask), target.log_normalizer, 0)
-    )
+    normalizers = jnp.where(batch.mask, batch.log_normalizer, 0)
+    target = Scores(_flat(features), target_head, _flat(normalizers))
     values, accepted, number = [], [], []
     for index in range(passes):
         mask = batch.mask & counts[index][None]

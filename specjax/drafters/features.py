@@ -201,7 +201,7 @@ def _given(features: Array | None) -> Array:
 
 
 def _put(rows: Array, begin: Array, block: Array) -> Array:
-    """Writes ``block`` [B, T, F] into ``rows`` [B, S, F] from ``begin`` [B] on; what lies past S is dropped."""
+    """Writes ``block`` [B, T, F] into ``rows`` [B, S, F] from ``begin`` [B] on; beyond S it is dropped."""
     slots = begin[:, None] + jnp.arange(block.shape[1])[None]
     index = jnp.arange(rows.shape[0])[:, None]
     return rows.at[index, slots].set(block.astype(rows.dtype), mode="drop")

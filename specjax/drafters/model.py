@@ -177,7 +177,7 @@ class ModelDrafter:
 
 
 def _note(fed: Array, tokens: Array, positions: Array, length: Array) -> Array:
-    """Writes down the tokens [B, T] fed at ``positions``, those before ``length`` [B]; nothing lies behind."""
+    """Notes the tokens [B, T] fed at ``positions``, those before ``length`` [B]; nothing lies behind."""
     rows = jnp.arange(fed.shape[0])[:, None]
     fed = fed.at[rows, positions].set(jnp.where(positions < length[:, None], tokens, -1), mode="drop")
     # Keys further on were made behind other tokens, even where the text comes to look the same there.

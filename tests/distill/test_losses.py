@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import losses_by_hand as reference
 import numpy as np
 import pytest
-import losses_by_hand as reference
 
 from specjax.distill.chunked import Scores, chunked_sums, log_normalizer
 from specjax.distill.losses import LOSSES, loss_of, mix, position_losses
