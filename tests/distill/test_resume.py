@@ -135,7 +135,9 @@ def test_killed_during_a_save_the_last_whole_one_is_taken(tmp_path):
     assert done.returncode == -signal.SIGKILL, done.stderr
     # What a kill leaves behind, whenever it came: a folder that isn't whole must not be taken for one.
     (tmp_path / "killed" / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
-    assert Checkpoints(str(tmp_path / "killed" / "checkpoints")).latest() in (4, 8)
+    checkpoints = Checkpoints(str(tmp_path / "killed" / "checkpoints"))
+    assert checkpoints.latest() in (4, 8)
+    checkpoints.close()
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 9, "lo')
     resumed, _ = run(tmp_path / "killed", 10)
