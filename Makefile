@@ -17,12 +17,13 @@ PROBE := import ensurepip, ssl, sys, venv; v = sys.version_info; \
 	(3, 11) <= v < (3, 14) and print("%02d%02d" % v[1:3], sys._base_executable)
 CANDIDATES := python3.13 python3.12 python3.11 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[123].*/bin/python)
 
-.PHONY: help demo test bench lint format venv clean
+.PHONY: help demo test bench docs lint format venv clean
 
 help:
 	@echo "make demo    decode a few prompts plainly and speculatively with SmolLM2-135M, and compare"
 	@echo "make test    lint, types and tests"
 	@echo "make bench   measure the speed on this machine"
+	@echo "make docs    the library's names and what they do, as pages in build/docs"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make venv    only the environment ($(VENV))"
@@ -33,6 +34,10 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/specjax bench
+
+docs: $(STAMP)
+	$(BIN)/pdoc --docformat google --output-directory build/docs specjax
+	@echo "build/docs/index.html"
 
 test: lint
 	$(BIN)/pytest

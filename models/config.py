@@ -32,6 +32,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = True  # the head is the embedding
+    qk_norm: bool = False  # norms each head's queries and keys before they are rotated (Qwen3)
     scan_layers: bool = False  # one compiled layer in a loop: compiles faster, runs slower on a CPU
     dtype: Any = "float32"  # of weights, cache and products; norms, softmax and logits stay float32
 

@@ -23,6 +23,8 @@ from specjax.types import Array, Cache, Params
 
 __all__ = ["FeatureHead", "FeatureModel", "NarrowTransformer", "to_feature_model"]
 
+_TABLE = ("vocab", None)
+
 
 class NarrowTransformer(Transformer):
     """A transformer that reads all tokens, and scores those in its ``vocabulary``.
@@ -36,8 +38,8 @@ class NarrowTransformer(Transformer):
     def __init__(self, cfg: ModelConfig, scored: int, rngs: nnx.Rngs) -> None:
         super().__init__(dataclasses.replace(cfg, tied_embeddings=True), rngs)
         init = nnx.initializers.normal(cfg.width**-0.5)
-        self.head = nnx.Param(init(rngs.params(), (scored, cfg.width), cfg.dtype))
-        self.vocabulary = nnx.Variable(jnp.arange(scored, dtype=jnp.int32))  # rising ids
+        self.head = nnx.Param(init(rngs.params(), (scored, cfg.width), cfg.dtype), names=_TABLE)
+        self.vocabulary = nnx.Variable(jnp.arange(scored, dtype=jnp.int32), names=(None,))  # rising ids
 
     def output_rows(self) -> Array:
         """[W, D]."""
@@ -60,14 +62,14 @@ class FeatureHead(nnx.Module):
     def __init__(self, cfg: ModelConfig, scored: int, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
         init = nnx.initializers.normal(cfg.width**-0.5)
-        self.embedding = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype))
+        self.embedding = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype), names=_TABLE)
         self.feature_norm = RMSNorm(cfg.width, cfg.norm_eps, cfg.dtype)
         self.token_norm = RMSNorm(cfg.width, cfg.norm_eps, cfg.dtype)
-        self.fuse = Linear(2 * cfg.width, cfg.width, cfg.dtype, rngs)
+        self.fuse = Linear((None, None), (cfg.width, 2 * cfg.width), cfg.dtype, rngs)
         self.blocks = nnx.List([Block(cfg, rngs) for _ in range(cfg.num_layers)])
         self.norm = RMSNorm(cfg.width, cfg.norm_eps, cfg.dtype)
-        self.head = nnx.Param(init(rngs.params(), (scored, cfg.width), cfg.dtype))
-        self.vocabulary = nnx.Variable(jnp.arange(scored, dtype=jnp.int32))
+        self.head = nnx.Param(init(rngs.params(), (scored, cfg.width), cfg.dtype), names=_TABLE)
+        self.vocabulary = nnx.Variable(jnp.arange(scored, dtype=jnp.int32), names=(None,))
 
     def __call__(
         self, tokens: Array, features: Array, cache: kv.KVCache, positions: Array
@@ -76,10 +78,10 @@ class FeatureHead(nnx.Module):
         chex.assert_rank([tokens, positions, features], [2, 2, 3])
         chex.assert_equal_shape_prefix([tokens, positions, features], 2)
         angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_base)
-        visible = kv.mask(positions, kv.capacity(cache))
+        newest = jnp.max(positions)
         x = self.join(tokens, features)
         for layer, block in enumerate(self.blocks):
-            x, cache = block(x, cache, layer, positions, angles, visible)
+            x, cache = block(x, cache, layer, positions, angles, newest)
         return self.norm(x), cache
 
     def join(self, tokens: Array, features: Array) -> Array:

@@ -44,6 +44,14 @@ class FunctionalModel:
         """Scores ``tokens`` [B, T] standing at ``positions`` [B, T]; see :class:`specjax.types.Model`."""
         return nnx.merge(self.graphdef, params)(tokens, cache, positions)
 
+    def param_names(self) -> Any:
+        """The logical names of each weight's dimensions, in the tree of the params."""
+        _, variables = nnx.split(nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0))))
+        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+        return nnx.to_pure_dict(
+            jax.tree.map(lambda x: x.get_metadata("names"), variables, is_leaf=is_variable)
+        )
+
 
 def to_model(module: Transformer) -> tuple[FunctionalModel, Params]:
     """Splits a module into the function that the core calls and the weights that it is called with.

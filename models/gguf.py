@@ -189,16 +189,18 @@ def _layers(file: GgufFile, cfg: ModelConfig) -> Iterator[Any]:
         q = unpermute(tensor("attn_q", queries, cfg.width), cfg.num_heads)
         k = unpermute(tensor("attn_k", keys, cfg.width), cfg.num_kv_heads)
         v = tensor("attn_v", keys, cfg.width)
+        # The layer wants together what belongs to one key-value head.
+        q, k, v = (x.reshape(cfg.num_kv_heads, -1, cfg.width) for x in (q, k, v))
         gate, up = (tensor(name, cfg.mlp_width, cfg.width) for name in ("ffn_gate", "ffn_up"))
         yield {
             "attention_norm": {"scale": tensor("attn_norm", cfg.width)},
             "attention": {
-                "qkv": {"kernel": np.concatenate([q, k, v])},
+                "qkv": {"kernel": np.concatenate([q, k, v], axis=1)},
                 "out": {"kernel": tensor("attn_output", cfg.width, queries)},
             },
             "mlp_norm": {"scale": tensor("ffn_norm", cfg.width)},
             "mlp": {
-                "gate_up": {"kernel": np.concatenate([gate, up])},
+                "gate_up": {"kernel": np.stack([gate, up])},
                 "down": {"kernel": tensor("ffn_down", cfg.width, cfg.mlp_width)},
             },
         }

@@ -13,9 +13,13 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.models.config import ModelConfig
 from specjax.models.products import project
+from specjax.parallel.sharding import Names
 from specjax.types import Array
 
 __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_angles", "rotate"]
+
+_BLOCK = 512
+"""Slots of the cache that attention reads at once, where it need not read all."""
 
 
 class RMSNorm(nnx.Module):
@@ -26,24 +30,32 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, width: int, eps: float, dtype: str) -> None:
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.scale = nnx.Param(jnp.ones((width,), dtype), names=(None,))
 
     def __call__(self, x: Array) -> Array:
-        """Normalizes ``x`` [B, T, D] over its last axis, keeping its dtype."""
+        """Normalizes ``x`` [.., D] over its last axis, keeping its dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), tuple(range(x.ndim - 1)))
+        return (wide * scale).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """A product without bias; the kernel is [out, in], as checkpoints store it."""
+    """A product without bias; the kernel is [out, in], as checkpoints store it.
 
-    def __init__(self, inputs: int, outputs: int, dtype: str, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.lecun_normal(in_axis=1, out_axis=0)
-        self.kernel = nnx.Param(init(rngs.params(), (outputs, inputs), dtype))
+    Args:
+      names: one for each dimension of the kernel, by which it may be spread over devices (see
+        :mod:`specjax.parallel.sharding`), or None.
+      shape: of the kernel, [.., in]; what is fused keeps an axis of its own, so that it can be split apart
+        again where the others are spread.
+    """
+
+    def __init__(self, names: Names, shape: tuple[int, ...], dtype: str, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=tuple(range(len(shape) - 1)))
+        self.kernel = nnx.Param(init(rngs.params(), shape, dtype), names=names)
 
     def __call__(self, x: Array) -> Array:
-        """Maps ``x`` [B, T, in] to [B, T, out]."""
+        """Maps ``x`` [B, T, in] to [B, T, ..]."""
         return project(x, self.kernel[...])
 
 
@@ -66,40 +78,69 @@ def rotary_angles(positions: Array, head_dim: int, base: float) -> tuple[Array, 
 
 
 def rotate(x: Array, angles: tuple[Array, Array]) -> Array:
-    """Turns the pairs (i, i + Dh/2) of ``x`` [B, T, heads, Dh] by their angles, in float32."""
-    cos, sin = angles
+    """Turns the pairs (i, i + Dh/2) of ``x`` [B, T, .., heads, Dh] by their angles, in float32."""
+    cos, sin = (jnp.expand_dims(part, tuple(range(2, x.ndim - 2))) for part in angles)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def attend(queries: Array, keys: Array, values: Array, visible: Array) -> Array:
+def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Array, newest: Array) -> Array:
     r"""Scaled dot-product attention, :math:`softmax(q k^T / \sqrt{Dh})\, v`, with grouped queries.
 
     Vaswani et al., 2017; groups: Ainslie et al., "GQA", 2023. The softmax is taken in float32, and what is
     masked gets a large *finite* negative score, so that no row can come out NaN.
 
+    A few tokens read a long cache block by block, with a running softmax (Milakov and Gimelshein, 2018),
+    and no further than the longest row has come: what a step reads grows with the text, not the capacity.
+
     Args:
       queries: [B, T, H, Dh]; head h reads key-value head h // (H / KV).
-      keys: [B, KV, S, Dh].
-      values: [B, KV, S, Dh].
-      visible: [B, T, S] bool.
+      cache: of S slots; the keys and values of the T tokens are in it.
+      layer: which layer of it to read.
+      positions: [B, T] int32; a query sees the slots up to its own.
+      newest: int32, the largest of them.
 
     Returns:
       [B, T, H * Dh], in the dtype of the queries.
     """
     rows, tokens, heads, head_dim = queries.shape
-    groups = heads // keys.shape[1]
+    kv_heads, capacity = kv.num_heads(cache), kv.capacity(cache)
+    groups = heads // kv_heads
     # The queries that read one key-value head form one matrix, and the cache is used as it lies.
-    grouped = queries.reshape(rows, tokens, -1, groups, head_dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(rows, -1, groups * tokens, head_dim)
-    scores = jnp.einsum("bkqd,bksd->bkqs", grouped, keys, preferred_element_type=jnp.float32)
-    scores = scores.reshape(rows, -1, groups, tokens, keys.shape[2]) * head_dim**-0.5
-    scores = jnp.where(visible[:, None, None, :, :], scores, jnp.finfo(jnp.float32).min)
-    weights = (
-        jax.nn.softmax(scores, axis=-1).astype(values.dtype).reshape(rows, -1, groups * tokens, keys.shape[2])
-    )
-    mixed = jnp.einsum("bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32)
-    mixed = mixed.reshape(rows, -1, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
+    grouped = queries.reshape(rows, tokens, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(rows, kv_heads, groups * tokens, head_dim)
+
+    def weigh(keys: Array, first: int | Array) -> Array:
+        scores = jnp.einsum("bkqd,bksd->bkqs", grouped, keys, preferred_element_type=jnp.float32)
+        scores = scores.reshape(rows, kv_heads, groups, tokens, -1) * head_dim**-0.5
+        visible = kv.mask(positions, keys.shape[2], first)[:, None, None]
+        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
+        return scores.reshape(rows, kv_heads, groups * tokens, -1)
+
+    def mix(weights: Array, values: Array) -> Array:
+        weights = weights.astype(values.dtype)
+        return jnp.einsum("bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32)
+
+    def read_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        largest, total, mixed = carry
+        keys, values = kv.read(cache, layer, i * _BLOCK, _BLOCK)
+        scores = weigh(keys, i * _BLOCK)
+        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
+        total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+        return new, total, mixed * shrink + mix(weights, values)
+
+    if capacity % _BLOCK or capacity <= max(_BLOCK, 2 * tokens):  # a whole text, as in training: all at once
+        keys, values = kv.read(cache, layer)
+        mixed = mix(jax.nn.softmax(weigh(keys, 0), axis=-1), values)
+    else:
+        # What lies past the end is not written, and not read: no more blocks than there are.
+        num_blocks = jnp.minimum(newest // _BLOCK + 1, capacity // _BLOCK)
+        column = jnp.zeros((*grouped.shape[:3], 1), jnp.float32)
+        start = (column + jnp.finfo(jnp.float32).min, column, jnp.zeros(grouped.shape, jnp.float32))
+        _, total, mixed = jax.lax.fori_loop(0, num_blocks, read_block, start)
+        mixed = mixed / total
+    mixed = mixed.reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads * head_dim).astype(queries.dtype)
 
 
@@ -107,11 +148,15 @@ class Attention(nnx.Module):
     """Grouped-query self-attention that writes its keys and values to the cache, then reads the cache."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.heads, self.kv_heads, self.head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        width = cfg.num_heads * cfg.head_dim
-        fused = width + 2 * cfg.num_kv_heads * cfg.head_dim
-        self.qkv = Linear(cfg.width, fused, cfg.dtype, rngs)  # outputs: queries, keys, values
-        self.out = Linear(width, cfg.width, cfg.dtype, rngs)
+        self.groups, self.head_dim = cfg.num_heads // cfg.num_kv_heads, cfg.head_dim
+        # For each key-value head: the query heads that read it, the key, the value.
+        fused = (self.groups + 2) * cfg.head_dim
+        self.qkv = Linear(("kv_heads", None, None), (cfg.num_kv_heads, fused, cfg.width), cfg.dtype, rngs)
+        self.out = Linear((None, "heads"), (cfg.width, cfg.num_heads * cfg.head_dim), cfg.dtype, rngs)
+        self.qk_norm = cfg.qk_norm
+        if cfg.qk_norm:
+            self.query_norm = RMSNorm(cfg.head_dim, cfg.norm_eps, cfg.dtype)
+            self.key_norm = RMSNorm(cfg.head_dim, cfg.norm_eps, cfg.dtype)
 
     def __call__(
         self,
@@ -120,27 +165,36 @@ class Attention(nnx.Module):
         layer: int | Array,
         positions: Array,
         angles: tuple[Array, Array],
-        visible: Array,
+        newest: Array,
     ) -> tuple[Array, kv.KVCache]:
         """Mixes ``x`` [B, T, D] with what its row has seen; returns that and the cache with T tokens more."""
-        heads = self.qkv(x).reshape(*x.shape[:2], -1, self.head_dim)
-        turned = rotate(heads[:, :, : self.heads + self.kv_heads], angles)
-        queries, keys = jnp.split(turned, [self.heads], axis=2)
-        cache = kv.write(cache, layer, keys, heads[:, :, self.heads + self.kv_heads :], positions)
-        return self.out(attend(queries, *kv.read(cache, layer), visible)), cache
+        queries, keys, values = self.parts(x, angles)
+        cache = kv.write(cache, layer, keys, values, positions)
+        return self.out(attend(queries, cache, layer, positions, newest)), cache
+
+    def parts(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries [B, T, H, Dh], keys and values [B, T, KV, Dh] of ``x``, turned to their positions."""
+        fused = self.qkv(x)  # [B, T, KV, (H / KV + 2) Dh]
+        fused = fused.reshape(*fused.shape[:3], self.groups + 2, self.head_dim)
+        queries, keys = fused[..., : self.groups, :], fused[..., self.groups : -1, :]
+        if self.qk_norm:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        queries, keys = rotate(queries, angles), rotate(keys, angles)
+        return queries.reshape(*x.shape[:2], -1, self.head_dim), keys[..., 0, :], fused[..., -1, :]
 
 
 class Mlp(nnx.Module):
     r"""The gated MLP :math:`W_d (silu(W_g x) \odot W_u x)` (Shazeer, "GLU Variants", 2020)."""
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.gate_up = Linear(cfg.width, 2 * cfg.mlp_width, cfg.dtype, rngs)  # outputs: gate, up
-        self.down = Linear(cfg.mlp_width, cfg.width, cfg.dtype, rngs)
+        shape = (2, cfg.mlp_width, cfg.width)  # gate, up
+        self.gate_up = Linear((None, "mlp", None), shape, cfg.dtype, rngs)
+        self.down = Linear((None, "mlp"), (cfg.width, cfg.mlp_width), cfg.dtype, rngs)
 
     def __call__(self, x: Array) -> Array:
         """Maps ``x`` [B, T, D] to [B, T, D]."""
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        gate_up = self.gate_up(x)
+        return self.down(jax.nn.silu(gate_up[:, :, 0]) * gate_up[:, :, 1])
 
 
 class Block(nnx.Module):
@@ -159,9 +213,9 @@ class Block(nnx.Module):
         layer: int | Array,
         positions: Array,
         angles: tuple[Array, Array],
-        visible: Array,
+        newest: Array,
     ) -> tuple[Array, kv.KVCache]:
         """Maps ``x`` [B, T, D] to [B, T, D] and the cache with this layer's keys and values written."""
-        mixed, cache = self.attention(self.attention_norm(x), cache, layer, positions, angles, visible)
+        mixed, cache = self.attention(self.attention_norm(x), cache, layer, positions, angles, newest)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), cache

@@ -24,16 +24,16 @@ def project(x: Array, weight: Array, dtype: jax.typing.DTypeLike | None = None) 
 
     Args:
       x: [B, T, in].
-      weight: [out, in].
+      weight: [.., in]; outputs may have several axes.
       dtype: of the result; None is that of ``x``. Sums are float32.
 
     Returns:
-      [B, T, out].
+      [B, T, ..].
     """
-    chex.assert_rank([x, weight], [3, 2])
+    chex.assert_rank([x, weight], [3, {2, 3}])
     rows = x.reshape(-1, x.shape[-1])
     y = jax.lax.platform_dependent(rows, weight, cpu=_on_cpu, default=_weight_right)
-    return y.reshape(*x.shape[:2], -1).astype(dtype or x.dtype)
+    return y.reshape(*x.shape[:2], *weight.shape[:-1]).astype(dtype or x.dtype)
 
 
 def _on_cpu(rows: Array, weight: Array) -> Array:
@@ -45,7 +45,7 @@ def _on_cpu(rows: Array, weight: Array) -> Array:
 
 
 def _weight_right(rows: Array, weight: Array) -> Array:
-    return jnp.einsum("ni,oi->no", rows, weight, preferred_element_type=jnp.float32)
+    return jnp.einsum("ni,...i->n...", rows, weight, preferred_element_type=jnp.float32)
 
 
 def _weight_left(rows: Array, weight: Array) -> Array:
@@ -55,4 +55,4 @@ def _weight_left(rows: Array, weight: Array) -> Array:
     # The barriers keep XLA from seeing through the transposes, and turning the product round again.
     columns = jax.lax.optimization_barrier(rows.T)
     y = jnp.dot(weight, columns, preferred_element_type=jnp.float32)
-    return jax.lax.optimization_barrier(y)[:, :count].T
+    return jnp.moveaxis(jax.lax.optimization_barrier(y)[..., :count], -1, 0)

@@ -13,6 +13,7 @@ from specjax import cache as kv
 from specjax.models.config import ModelConfig
 from specjax.models.layers import Block, RMSNorm, rotary_angles
 from specjax.models.products import project
+from specjax.parallel.sharding import shard
 from specjax.types import Array, ModelOutput
 
 __all__ = ["Transformer", "init_cache"]
@@ -36,7 +37,8 @@ class Transformer(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
         init = nnx.initializers.normal(cfg.width**-0.5)
-        self.embedding = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype))
+        table = ("vocab", None)
+        self.embedding = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype), names=table)
         self.blocks: Any  # a list of blocks, or one whose weights are stacked [L, ...]
         if cfg.scan_layers:
             keys = jax.random.split(rngs.params(), cfg.num_layers)
@@ -45,7 +47,7 @@ class Transformer(nnx.Module):
             self.blocks = nnx.List([Block(cfg, rngs) for _ in range(cfg.num_layers)])
         self.norm = RMSNorm(cfg.width, cfg.norm_eps, cfg.dtype)
         if not cfg.tied_embeddings:
-            self.head = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype))
+            self.head = nnx.Param(init(rngs.params(), (cfg.vocab_size, cfg.width), cfg.dtype), names=table)
 
     def __call__(self, tokens: Array, cache: kv.KVCache, positions: Array) -> ModelOutput:
         """Scores tokens that stand at the given positions; see :class:`specjax.types.Model`.
@@ -61,11 +63,10 @@ class Transformer(nnx.Module):
         chex.assert_rank([tokens, positions], 2)
         chex.assert_equal_shape([tokens, positions])
         angles = rotary_angles(positions, self.cfg.head_dim, self.cfg.rope_base)
-        visible = kv.mask(positions, kv.capacity(cache))
-        x = self.embedding[...][tokens]
-        x, cache = self._layers(x, cache, positions, angles, visible)
+        x = shard(self.embedding[...][tokens], "rows", None, None)
+        x, cache = self._layers(x, cache, positions, angles, jnp.max(positions))
         x = self.norm(x)
-        logits = project(x, self.output_rows(), jnp.float32)
+        logits = shard(project(x, self.output_rows(), jnp.float32), "rows", None, "vocab")
         return ModelOutput(logits=logits, features=x, cache=cache)
 
     def output_rows(self) -> Array:
@@ -73,12 +74,12 @@ class Transformer(nnx.Module):
         return (self.embedding if self.cfg.tied_embeddings else self.head)[...]
 
     def _layers(
-        self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], visible: Array
+        self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], newest: Array
     ) -> tuple[Array, kv.KVCache]:
         """Runs the blocks over ``x`` [B, T, D]."""
         if not self.cfg.scan_layers:
             for layer, block in enumerate(self.blocks):
-                x, cache = block(x, cache, layer, positions, angles, visible)
+                x, cache = block(x, cache, layer, positions, angles, newest)
             return x, cache
         graphdef, weights = nnx.split(self.blocks)
 
@@ -88,7 +89,7 @@ class Transformer(nnx.Module):
         ) -> tuple[tuple[Array, kv.KVCache], None]:
             (x, cache), (state, layer) = carry, scanned
             block = nnx.merge(graphdef, state)
-            return block(x, cache, layer, positions, angles, visible), None
+            return block(x, cache, layer, positions, angles, newest), None
 
         (x, cache), _ = jax.lax.scan(body, (x, cache), (weights, jnp.arange(self.cfg.num_layers)))
         return x, cache

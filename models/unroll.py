@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from specjax.models.drafts import FeatureModel
 from specjax.models.functional import FunctionalModel
-from specjax.models.layers import Block, rotary_angles, rotate
+from specjax.models.layers import Block, rotary_angles
 from specjax.types import Array, Params
 
 __all__ = ["HeadStudent", "ModelStudent"]
@@ -69,10 +69,8 @@ class HeadStudent:
 def _block(block: Block, x: Array, past: list[Pair], angles: Any) -> Array:
     """As :class:`specjax.models.layers.Block` without a cache; this pass is added to ``past``."""
     attention = block.attention
-    heads = attention.qkv(block.attention_norm(x)).reshape(*x.shape[:2], -1, attention.head_dim)
-    turned = rotate(heads[:, :, : attention.heads + attention.kv_heads], angles)
-    queries, keys = jnp.split(turned, [attention.heads], axis=2)
-    past.append((keys, heads[:, :, attention.heads + attention.kv_heads :]))
+    queries, keys, values = attention.parts(block.attention_norm(x), angles)
+    past.append((keys, values))
     x = x + attention.out(_attend(queries, past))
     return x + block.mlp(block.mlp_norm(x))
 

@@ -23,10 +23,10 @@ from specjax.engine.metrics import Gauges, MetricsWriter, Totals
 from specjax.engine.requests import Request, RequestError
 from specjax.engine.responses import error_line
 from specjax.engine.sink import Output
-from specjax.engine.source import Line, Source
+from specjax.engine.source import Source
 from specjax.engine.work import Work
 from specjax.models.tokenizer import Detokenizer
-from specjax.scripts import _jobs
+from specjax.scripts import _cli, _jobs
 
 if TYPE_CHECKING:
     from specjax.scripts.batch import Config
@@ -229,9 +229,14 @@ class Job:
             self._metrics.write(totals, gauges, last=last)
 
     def _works(self) -> Iterator[Work]:
-        line: Line
-        for line in self._source:
-            entry, request = admit(line, self._ledger, self._model)
+        lines = iter(self._source)
+        while True:
+            # A file that can't be read on, or an input that has changed, ends the job; what is done stays.
+            with _cli.blame_input():
+                line = next(lines, None)
+                if line is None:
+                    return
+                entry, request = admit(line, self._ledger, self._model)
             if entry.done:
                 self.num_skipped += 1
                 continue

@@ -34,6 +34,8 @@ Main = Callable[[Sequence[str] | None], int | None]
 class UsageError(Exception):
     """What the user gave cannot be used; the text says what is wrong and what would be right."""
 
+    exit_code = 2
+
 
 def fail(message: str) -> NoReturn:
     """Ends the job with one line, ``specjax NAME: error: message``, and exit code 2."""

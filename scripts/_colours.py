@@ -16,13 +16,15 @@ _STYLES = {
     Source.CORRECTED: "yellow",
     Source.BONUS: "cyan",
 }
+# A model's text may carry escape sequences; on a terminal they are shown, not obeyed.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 
 
 def coloured(texts: Sequence[str], sources: Sequence[Source]) -> Text:
     """Each token's text in the style of its source."""
     text = Text()
     for piece, source in zip(texts, sources, strict=True):
-        text.append(piece, _STYLES[source])
+        text.append(piece.translate(_CONTROLS), _STYLES[source])
     return text
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from specjax.scripts import _cli
 
-__all__ = ["Decoder", "DecoderOptions", "SamplingOptions", "drafter_of", "load_decoder", "spec_bench"]
+__all__ = [
+    "Decoder",
+    "DecoderOptions",
+    "MeshOptions",
+    "SamplingOptions",
+    "drafter_of",
+    "load_decoder",
+    "spec_bench",
+    "together",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +58,23 @@ class DecoderOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshOptions(DecoderOptions):
+    """The same, on several devices."""
+
+    mesh: str = ""
+    """Spread over devices, as in 'data=2,model=4': the rows over 2, each model over 4. Empty: one device."""
+    draft_shards: int = 0
+    """Over how many devices the draft model is spread, a divisor of the mesh's model; 1 keeps a copy on each,
+    0 takes all."""
+
+    def placement(self) -> Any:
+        """How batches and models lie on the mesh; None without one."""
+        from specjax.parallel.sharding import make_placement
+
+        return make_placement(self.mesh, self.draft_shards or None) if self.mesh else None
+
+
+@dataclasses.dataclass(frozen=True)
 class SamplingOptions:
     """How every row is sampled."""
 
@@ -72,6 +100,21 @@ class SamplingOptions:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingOptions)}
 
 
+@contextlib.contextmanager
+def together(processes: str) -> Iterator[None]:
+    """Runs what is inside as one of several processes, of which only the first prints; see --processes."""
+    with contextlib.ExitStack() as stack:
+        if processes:
+            from specjax.parallel.processes import joined
+
+            with _cli.blame_input(ValueError):
+                first = stack.enter_context(joined(processes))
+            if not first:
+                stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        yield
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """A loaded target with its drafter."""
@@ -81,6 +124,7 @@ class Decoder:
     make_drafter: Callable[[int], Any]  # the drafter for a K; None for plain decoding
     draft_params: Any
     plain_drafter: Any  # what plain decoding runs with: nothing, or a silent draft for the fixed shape
+    placement: Any = None  # specjax.parallel.sharding.Placement, where the models are spread over a mesh
 
     @property
     def tokenizer(self) -> Any:
@@ -106,6 +150,7 @@ class Decoder:
         return dict(
             target=self.loaded.model,
             target_params=self.loaded.params,
+            placement=self.placement,
             drafter=self.drafter if speculative else self.plain_drafter,
             draft_params=self.draft_params if speculative else None,
             rule=self.options.rule,
@@ -122,13 +167,24 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     # Here, so that --help needn't wait for them.
     from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
     from specjax.models.draft_file import DRAFTS, LoadedDraft, load_draft
-    from specjax.models.load import load_model
+    from specjax.models.load import LoadedModel, load_model
     from specjax.models.tokenizer import check_same_vocabulary
+    from specjax.parallel.sharding import Layout
     from specjax.types import Drafter
 
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
-        loaded = load_model(options.model, options.dtype)
+        placement = options.placement() if isinstance(options, MeshOptions) else None
+
+        def load(spec: str, layout: Layout | None) -> LoadedModel:
+            loaded = load_model(spec, options.dtype)
+            if layout is None:
+                return loaded
+            model: Any
+            model, params = layout.lay(loaded.model, loaded.params)
+            return dataclasses.replace(loaded, model=model, params=params)
+
+        loaded = load(options.model, placement and placement.target)
         fixed = options.verify_shape == "fixed"
         plain_drafter = SilentDrafter(options.num_speculative_tokens) if fixed else None
         lookup, _, name = options.draft.rpartition("+")
@@ -141,7 +197,8 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             draft = load_draft(name, loaded.model, loaded.params)
         elif name != "none":
             # The target as its own draft needs no second copy of the weights.
-            draft = loaded if name == options.model else load_model(name, options.dtype)
+            same = name == options.model and (placement is None or placement.draft == placement.target)
+            draft = loaded if same else load(name, placement and placement.draft)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
 
     def make_drafter(count: int) -> Drafter | None:
@@ -155,7 +212,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         return EitherDrafter(found, model) if lookup else model
 
     draft_params = None if draft is None else draft.params
-    return Decoder(options, loaded, make_drafter, draft_params, plain_drafter)
+    return Decoder(options, loaded, make_drafter, draft_params, plain_drafter, placement)
 
 
 def drafter_of(draft: Any, num_draft_tokens: int, vocab_size: int, rule: str = "token") -> Any:

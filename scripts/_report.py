@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from specjax import plot
 from specjax.engine.metrics import Totals
@@ -63,7 +60,7 @@ def write_report(
         for name, value in summary.items()
     )
     pictures = "".join(
-        f"<figure><figcaption>{html.escape(name)}</figcaption>{_svg(draw)}</figure>"
+        f"<figure><figcaption>{html.escape(name)}</figcaption>{plot.svg(draw)}</figure>"
         for name, draw in figures.items()
     )
     path.write_text(
@@ -71,11 +68,3 @@ def write_report(
         f"<style>{STYLE}</style><h1>{html.escape(title)}</h1><table>{rows}</table>{pictures}</html>\n",
         encoding="utf-8",
     )
-
-
-def _svg(draw: Callable[[Any], None]) -> str:
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    draw(figure.subplots())
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -20,7 +20,7 @@ from specjax.scripts import _cli, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
+class Config(_jobs.SamplingOptions, _jobs.MeshOptions):
     """What to audit, and how closely."""
 
     prompts: Path | None = None

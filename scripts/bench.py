@@ -23,7 +23,7 @@ from specjax.scripts import _cli, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.DecoderOptions):
+class Config(_jobs.MeshOptions):
     """What to measure."""
 
     tasks: tuple[str, ...] = ("summarization", "rag")

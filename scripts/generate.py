@@ -8,6 +8,7 @@ specjax generate --chat "Count to ten, twice." --trace trace.html
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from specjax.scripts import _cli, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
+class Config(_jobs.SamplingOptions, _jobs.MeshOptions):
     """One prompt and how to decode it."""
 
     prompt: tyro.conf.Positional[str] = "-"
@@ -37,11 +38,26 @@ class Config(_jobs.SamplingOptions, _jobs.DecoderOptions):
     """Write a page that shows where each token came from, and why; on a terminal the text is coloured too."""
     overwrite: bool = False
     """Replace the page if it is there."""
+    processes: str = ""
+    """Run as one of several processes: '0/4@host:1234' (this is process 0 of 4, and process 0 listens there),
+    or 'auto' on TPU pods, Slurm and Open MPI. All get the same options; the first one prints."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.processes and not self.mesh:
+            raise ValueError("--processes needs a --mesh over all their devices")
+        if self.processes and self.trace:
+            raise ValueError("--trace is for one process")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the text on standard output, and one line of figures on standard error."""
     config = _cli.parse(Config, argv, __doc__)
+    with _jobs.together(config.processes):
+        return _decode(config)
+
+
+def _decode(config: Config) -> int:
     # Import late: a mistyped option is answered before JAX is loaded.
     from specjax.generate import generate, stream
     from specjax.models.tokenizer import Detokenizer
@@ -53,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not prompt.strip():
             raise ValueError("the prompt is empty: give some text")
     if config.trace is not None:
+        if config.stream:
+            _cli.fail("--trace and --stream exclude each other: give one of them")
         _check_free(config.trace, overwrite=config.overwrite)
     decoder = _jobs.load_decoder(config)
     begin = time.perf_counter()
@@ -100,14 +118,17 @@ def _trace(path: Path, decoder: _jobs.Decoder, ids: list[int], arguments: dict[s
     from specjax.scripts import _colours
     from specjax.trace import pieces, render, trace
 
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(_colours.legend(), style="dim")
+    tokenizer, console = decoder.tokenizer, Console(highlight=False, soft_wrap=True)
     found = trace(prompt=ids, **arguments)
-    texts = list(pieces(found.generation.tokens, decoder.tokenizer.token_bytes))
-    console.print(_colours.coloured(texts, found.generation.sources))
+    tokens, sources = found.generation.tokens, found.generation.sources
+    if console.is_terminal:
+        console.print(_colours.legend())
+        console.print(_colours.coloured(list(pieces(tokens, tokenizer.token_bytes)), sources))
+    else:
+        print(tokenizer.decode(tokens))
+    spelt = functools.partial(tokenizer.token_bytes, skip_special=False)
     with _cli.blame_input(OSError):
-        path.write_text(render(found, decoder.tokenizer.token_bytes, title=decoder.loaded.name), "utf-8")
+        path.write_text(render(found, spelt, title=decoder.loaded.name), "utf-8")
     return found.generation
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax.decode import speculative_step, start
 from specjax.generate import Decoding, lay_out
+from specjax.parallel.sharding import Placement
 from specjax.prefill import prefill
 from specjax.sampling import make_sampling, warp
 from specjax.theory import stop_probs
@@ -68,6 +69,7 @@ class Audit:
     max_tokens: int = 64
     num_draws: int = 1024  # sampled sequences from each context
     num_contexts: int = 2  # the first prompts, for the sampled checks
+    placement: Placement | None = None  # on many devices: where models and weights lie already
 
     def run(self, which: Sequence[str] = ("greedy", "law", "coupled")) -> Iterator[Check]:
         """Makes checks, one after the other; the audit passes if each of them does."""
@@ -192,6 +194,7 @@ class Audit:
                 rule=rule,
                 sampling=make_sampling(len(batch), **{**self.options, **greedy, "seed": seeds}),
                 stop_tokens=self.stop_tokens,
+                placement=self.placement,
             )
             decoding.advance()
             rows = decoding.rows()

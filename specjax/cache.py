@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from specjax.types import Array, pytree
 
-__all__ = ["KVCache", "capacity", "init_cache", "mask", "read", "write"]
+__all__ = ["KVCache", "capacity", "init_cache", "mask", "num_heads", "read", "write"]
 
 
 @pytree
@@ -74,6 +74,11 @@ def capacity(cache: KVCache) -> int:
     return jax.tree.leaves(cache)[0].shape[-2]
 
 
+def num_heads(cache: KVCache) -> int:
+    """Returns KV, the number of key-value heads."""
+    return jax.tree.leaves(cache)[0].shape[-3]
+
+
 def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positions: Array) -> KVCache:
     """Stores the keys and values of one layer, each at the slot of its position.
 
@@ -93,35 +98,71 @@ def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positi
     chex.assert_rank([keys, values, positions], [4, 4, 2])
     chex.assert_equal_shape([keys, values])
     chex.assert_equal_shape_prefix([keys, positions], 2)
-    rows = jnp.arange(positions.shape[0])[:, None]
 
     def put(buffer: Array | tuple[Array, ...], block: Array) -> Array | tuple[Array, ...]:
         if isinstance(buffer, tuple):
             assert isinstance(layer, int), "unrolled layers are counted in Python"
-            slots = buffer[layer]
-            slots = slots.at[rows, :, positions].set(block.astype(slots.dtype), mode="drop")
+            slots = _scatter(buffer[layer], block, positions[..., None])
             # XLA turns the scatter of a single token into a select and an update-slice, fuses that into
             # whoever reads the slots, and copies the buffer for it, four times a step. The barrier stops it.
             slots = jax.lax.optimization_barrier(slots)
             return (*buffer[:layer], slots, *buffer[layer + 1 :])
-        return buffer.at[layer, rows, :, positions].set(block.astype(buffer.dtype), mode="drop")
+        place = jnp.stack([jnp.full_like(positions, layer), positions], axis=-1)
+        return _scatter(buffer, block, place)
 
     return KVCache(keys=put(cache.keys, keys), values=put(cache.values, values))
 
 
-def read(cache: KVCache, layer: int | Array) -> tuple[Array, Array]:
-    """Returns the keys and values of one layer, each [B, KV, S, Dh]."""
-    if isinstance(cache.keys, tuple) and isinstance(cache.values, tuple):
-        assert isinstance(layer, int), "unrolled layers are counted in Python"
-        return cache.keys[layer], cache.values[layer]
-    keys, values = (
-        jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (cache.keys, cache.values)
+def _scatter(buffer: Array, block: Array, place: Array) -> Array:
+    """Puts ``block`` [B, T, KV, Dh] into [.., B, KV, S, Dh] at ``place`` [B, T, 1 or 2]: the layer, the slot.
+
+    Rows and heads are batch dimensions of the scatter, not indices and windows. So what lies on several
+    devices stays there; and on a TPU, whose own scatter puts single vectors, the cache needn't be laid
+    out anew around it.
+    """
+    rows, heads, slots = range(buffer.ndim - 4, buffer.ndim - 1)
+    indexed = (*range(rows), slots)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(3,),
+        inserted_window_dims=indexed,
+        scatter_dims_to_operand_dims=indexed,
+        operand_batching_dims=(rows, heads),
+        scatter_indices_batching_dims=(0, 1),
     )
-    return keys, values
+    vectors = block.swapaxes(1, 2).astype(buffer.dtype)  # [B, KV, T, Dh]
+    place = jnp.broadcast_to(place[:, None], (*vectors.shape[:3], place.shape[-1]))
+    drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(buffer, place, vectors, numbers, mode=drop)
 
 
-def mask(positions: Array, capacity: int) -> Array:
-    """Says which slots each query sees: those up to its own position.
+def read(
+    cache: KVCache, layer: int | Array, first: int | Array = 0, count: int | None = None
+) -> tuple[Array, Array]:
+    """Returns the keys and values of one layer, each [B, KV, count, Dh].
+
+    Args:
+      cache: of S slots.
+      layer: which layer; a traced index only where the cache is stacked.
+      first: the first slot, at most S - count.
+      count: how many slots; None reads all.
+    """
+
+    def get(buffer: Array | tuple[Array, ...]) -> Array:
+        if isinstance(buffer, tuple):
+            assert isinstance(layer, int), "unrolled layers are counted in Python"
+            slots = buffer[layer]
+            return slots if count is None else jax.lax.dynamic_slice_in_dim(slots, first, count, axis=2)
+        if count is None:
+            return jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False)
+        # One slice, not one of another: a program that takes the layer first may copy it whole.
+        sizes = (1, *buffer.shape[1:3], count, buffer.shape[4])
+        return jax.lax.dynamic_slice(buffer, (layer, 0, 0, first, 0), sizes)[0]
+
+    return get(cache.keys), get(cache.values)
+
+
+def mask(positions: Array, count: int, first: int | Array = 0) -> Array:
+    """Says which of some slots each query sees: those up to its own position.
 
     For queries at positions 0, 1 and 3 of a row in a cache of four slots::
 
@@ -131,10 +172,11 @@ def mask(positions: Array, capacity: int) -> Array:
 
     Args:
       positions: [B, T] int32.
-      capacity: S.
+      count: how many slots.
+      first: the first of them.
 
     Returns:
-      [B, T, S] bool.
+      [B, T, count] bool.
     """
     chex.assert_rank(positions, 2)
-    return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+    return (first + jnp.arange(count))[None, None, :] <= positions[:, :, None]

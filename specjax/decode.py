@@ -329,4 +329,5 @@ def _commit(
 
 def _write(tokens: Array, slots: Array, block: Array) -> Array:
     """Puts ``block`` [B, N] into ``tokens`` [B, S] at ``slots`` [B, N]; those past the end are dropped."""
-    return tokens.at[jnp.arange(tokens.shape[0])[:, None], slots].set(block, mode="drop")
+    # Mapped over rows, not indexed by them: rows on several devices stay where they are.
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(tokens, slots, block)

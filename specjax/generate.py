@@ -7,7 +7,7 @@ nothing more for other prompts of that size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from specjax.decode import autoregressive_step, speculative_step, start
+from specjax.parallel.sharding import Placement, fetch, sharded_jit, shardings_of
 from specjax.record import Generation, Record, Source, add_step, empty_record, to_generation
 from specjax.sampling import make_sampling
 from specjax.types import (
@@ -55,6 +56,8 @@ class Decoding:
       num_logprobs: reports the target's log-probability of each token (before the warp) and so many of the
         likeliest ones; None reports none.
       allowed: constrains what is decoded, by a pure function; see :data:`specjax.types.Allowed`.
+      placement: how the batch lies on many devices; target and drafter are then wrapped, and their weights
+        laid, by :meth:`specjax.parallel.sharding.Layout.lay`.
 
     Raises:
       ValueError: an empty prompt, a token outside the vocabulary, a prompt that leaves no room in the
@@ -75,6 +78,7 @@ class Decoding:
         stop_tokens: Sequence[int] = (),
         num_logprobs: int | None = None,
         allowed: Allowed | None = None,
+        placement: Placement | None = None,
     ) -> None:
         if num_logprobs is not None and not 0 <= num_logprobs <= target.vocab_size:
             raise ValueError(f"num_logprobs must be in 0 .. {target.vocab_size}, not {num_logprobs}")
@@ -95,41 +99,51 @@ class Decoding:
             raise ValueError(f"logit_bias has a token outside the vocabulary of {target.vocab_size}")
         if rule == "greedy" and not all_greedy:
             raise ValueError("rule 'greedy' needs temperature 0 or top_k 1 in every row; take another")
-        self._static = dict(target=target, drafter=drafter)
-        self._num_logprobs = num_logprobs
-        self._rule = RULES["greedy" if all_greedy else rule]
+        models: dict[str, Any] = dict(target=target, drafter=drafter)
+        how = models | dict(rule=RULES["greedy" if all_greedy else rule], num_logprobs=num_logprobs)
+        self._how = how
         self._params = (target_params, draft_params)
         self._prompt_length = [len(prompt) for prompt in prompts]
         self._stop_tokens = frozenset(stop_tokens)
         stops = np.broadcast_to(np.asarray(stop_tokens or [-1], np.int32), (batch, max(len(stop_tokens), 1)))
         context = Context(tokens, length, length, jnp.asarray(stops), allowed)
-        self._state = _start(*self._params, context, limit, sampling, **self._static)
         self._record = empty_record(tokens.shape, num_draft_tokens, num_logprobs)
+        if placement is None:
+            begin: Callable[..., Any] = partial(_start, **models)
+            self._advance: Callable[..., Any] = partial(_advance, **how)
+        else:
+            # Rows that only make the number divide have no token to decode.
+            limit = placement.lay_rows(limit, fill=0)
+            context, sampling, self._record = placement.lay_rows((context, sampling, self._record))
+            rows = shardings_of((*self._params, context, limit, sampling))
+            state = placement.state(
+                jax.eval_shape(partial(start, **models), *self._params, context, limit, sampling)
+            )
+            record = shardings_of(self._record)
+            begin = sharded_jit(start, rows, state, **models)
+            self._advance = sharded_jit(
+                _steps,
+                (*rows[:2], state, record, placement.everywhere),
+                (state, record),
+                donate=(2, 3),
+                **how,
+            )
+        self._state = begin(*self._params, context, limit, sampling)
 
     def advance(self, num_steps: int | None = None) -> bool:
         """Runs the steps that are left, or ``num_steps`` at most; says whether all rows have ended."""
-        count = np.iinfo(np.int32).max if num_steps is None else num_steps
-        self._state, self._record = _advance(
-            *self._params,
-            self._state,
-            self._record,
-            count,
-            rule=self._rule,
-            num_logprobs=self._num_logprobs,
-            **self._static,
-        )
-        return bool(self._state.done.all())
+        count = np.int32(np.iinfo(np.int32).max if num_steps is None else num_steps)
+        self._state, self._record = self._advance(*self._params, self._state, self._record, count)
+        return bool(fetch(self._state.done).all())
 
     def rows(self) -> list[Generation]:
         """What each row has by now."""
-        tokens, length, record = jax.device_get(
-            (self._state.context.tokens, self._state.context.length, self._record)
-        )
+        tokens, length, record = fetch((self._state.context.tokens, self._state.context.length, self._record))
         return [
             to_generation(
                 tokens[i], slice(begin, end), self._stop_tokens, jax.tree.map(operator.itemgetter(i), record)
             )
-            for i, (begin, end) in enumerate(zip(self._prompt_length, length, strict=True))
+            for i, (begin, end) in enumerate(zip(self._prompt_length, length, strict=False))
         ]
 
 
@@ -200,15 +214,7 @@ def lay_out(
     return jnp.asarray(tokens), jnp.asarray(length), jnp.asarray(limit)
 
 
-_start = partial(jax.jit, static_argnames=("target", "drafter"))(start)
-
-
-@partial(
-    jax.jit,
-    static_argnames=("target", "drafter", "rule", "num_logprobs"),
-    donate_argnames=("state", "record"),
-)
-def _advance(
+def _steps(
     target_params: Params,
     draft_params: Params,
     state: DecodeState,
@@ -248,3 +254,11 @@ def _advance(
 
     state, record, _ = lax.while_loop(more, body, (state, record, jnp.int32(0)))
     return state, record
+
+
+_start = partial(jax.jit, static_argnames=("target", "drafter"))(start)
+_advance = partial(
+    jax.jit,
+    static_argnames=("target", "drafter", "rule", "num_logprobs"),
+    donate_argnames=("state", "record"),
+)(_steps)

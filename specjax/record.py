@@ -97,10 +97,13 @@ def add_step(record: Record, before: DecodeState, info: StepInfo) -> Record:
     last = jnp.where(info.num_drafted == 0, Source.PLAIN, jnp.where(whole, Source.BONUS, Source.CORRECTED))
     source = jnp.where(bins < info.verdict.num_accepted[:, None], Source.ACCEPTED, last[:, None])
     slots = jnp.where(bins < info.num_emitted[:, None], before.context.length[:, None] + bins, capacity)
-    rows = jnp.arange(slots.shape[0])[:, None]
+
+    @jax.vmap
+    def put_row(row: Array, block: Array, at: Array) -> Array:
+        return row.at[at].set(block.astype(row.dtype), mode="drop")
 
     def put(all_rows: Array, block: Array) -> Array:
-        return all_rows.at[rows, slots].set(block.astype(all_rows.dtype), mode="drop")
+        return put_row(all_rows, block, slots)
 
     return Record(
         source=put(record.source, source),

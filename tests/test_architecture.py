@@ -17,14 +17,14 @@ ARROWS: dict[str, set[str]] = {
     "record": {"types"},
     "sampling": {"types"},
     "cache": {"types"},
-    "parallel": {"types"},
     "verify": {"types", "sampling"},
     "theory": set(),
     "theory_law": {"theory"},
     "drafters": {"types", "sampling", "cache"},
 }
 ARROWS["decode"] = {"types", "sampling", "prefill", "cache", "verify", "drafters"}
-ARROWS["generate"] = ARROWS["decode"] | {"decode", "record"}
+ARROWS["generate"] = ARROWS["decode"] | {"decode", "record", "parallel"}
+ARROWS["parallel"] = ARROWS["decode"] | {"decode", "theory"}
 ARROWS["plot"] = {"theory"}
 ARROWS["trace"] = ARROWS["generate"] | {"generate"}
 ARROWS["engine"] = ARROWS["generate"] | {"generate"}

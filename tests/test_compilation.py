@@ -131,7 +131,7 @@ def test_nothing_comes_back_to_the_host_inside_the_loop(drafter):
         tables.TableModel(V), TABLE, [[1, 2], [3]], max_tokens=9, drafter=drafter, sampling=sampling
     )
     state = decoding._state, decoding._record
-    how = dict(rule=decoding._rule, num_logprobs=None, **decoding._static)
+    how = decoding._advance.keywords
     program = module._advance.lower(*decoding._params, *state, 5, **how).as_text()
     assert "stablehlo.while" in program
     assert not re.search("callback|infeed|outfeed|stablehlo.send", program)

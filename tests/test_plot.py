@@ -59,7 +59,7 @@ def draw(name, theme="light", size=(4.5, 3)):
 
 
 def test_every_figure_is_drawn_here():
-    helpers = {"Palette", "palette", "sliders", "style"}
+    helpers = {"Palette", "palette", "sliders", "style", "svg"}
     assert set(DRAWINGS) == set(plot.__all__) - helpers
 
 
@@ -185,6 +185,16 @@ def test_the_best_k_is_marked():
     axis = draw("speedups")[1]
     (mark,) = [line for line in axis.lines if len(line.get_xdata()) == 1]
     assert mark.get_xdata()[0] == 3
+
+
+def test_a_page_gets_an_element_in_its_own_colours():
+    for theme, colours in (("light", _LIGHT), ("dark", _DARK)):
+        element = plot.svg(DRAWINGS["acceptance_histogram"], theme=theme)
+        assert element.startswith("<svg")
+        assert element.rstrip().endswith("</svg>")
+        assert colours.paper in element
+        assert colours.accepted in element
+    assert matplotlib.rcParams["figure.facecolor"] == matplotlib.rcParamsDefault["figure.facecolor"]
 
 
 def test_the_mean_rate_is_over_the_whole_time():

@@ -254,7 +254,7 @@ def test_chromium_opens_it_without_a_complaint(tmp_path):
     assert "<script>alert(1)</script> (token 0) proposal 1 of 3: drafted and accepted" in probe["said"][0]
     assert "target p = 0.250, draft q = 0.500" in probe["said"][0]
     assert "draw u = 0.125 < 0.500" in probe["said"][0]
-    assert "rejected, or behind" in probe["said"][2]
+    assert "proposal 3 of 3: rejected" in probe["said"][2]
     assert "corrected after a rejection" in probe["said"][3]
     assert "U+202E" in "".join(probe["said"])
 

@@ -128,7 +128,9 @@ class Engine:
         self._widest = drafters[-1] if drafters else plain_drafter
         self._rule, self._detokenizer = RULES[rule], detokenizer
         self._num_kept = max([1, *(d.num_draft_tokens for d in self._drafters.values() if d is not None)])
-        self._adaptive = adaptive and len(self._drafters) > 1
+        if not adaptive:
+            self._drafters = {max(self._drafters): self._widest}
+        self._adaptive = len(self._drafters) > 1
         self._lane = Lane(
             target,
             target_params,
@@ -141,7 +143,7 @@ class Engine:
         self._scorer = None if max_logprobs is None else Scorer(target, target_params, capacity, max_logprobs)
         self._slots = device.empty_slots(target, self._widest, slots, capacity, self._num_kept)
         self._axes = device.batch_axes(target, self._widest, capacity)
-        self._chooser = Chooser(sorted(self._drafters), slots)
+        self._chooser = Chooser(sorted({0, *self._drafters}), slots)
         self._running: list[Running | None] = [None] * slots
         self._cancelled = np.zeros(slots, bool)
         bins = (slots, self._num_kept + 1)
@@ -220,7 +222,7 @@ class Engine:
         """
         if not self._is_warm:
             self.warm_up()
-        self._source = iter(source)
+        self._source, self._partial = iter(source), partial
         flight: _Flight | None = None
         try:
             while True:
@@ -302,7 +304,7 @@ class Engine:
         width = self._chooser.choose(live) if self._adaptive else max(self._drafters)
         # With nobody waiting there is no reason to come back for one row that ended.
         more = bool(self._waiting) or not self._lane.is_empty
-        watched = any(row is not None and bool(row.work.stop) for row in self._running)
+        watched = self._partial or any(row is not None and bool(row.work.stop) for row in self._running)
         is_alone = self._is_idle
         self._busy()
         started = time.perf_counter()
@@ -390,7 +392,7 @@ class Engine:
             self.stats.idle_seconds += time.perf_counter() - self._ended_at
         self._is_idle = False
 
-    _is_idle, _ended_at = False, 0.0
+    _is_idle, _ended_at, _partial = False, 0.0, False
 
     def _abandon(self) -> None:
         self._waiting.clear()

@@ -17,7 +17,7 @@ from specjax.plot.position import (
 )
 from specjax.plot.reports import acceptance_by_position, acceptance_histogram, drafted_tokens, throughput
 from specjax.plot.sliders import sliders
-from specjax.plot.style import Palette, palette, style
+from specjax.plot.style import Palette, palette, style, svg
 
 __all__ = [
     "Palette",
@@ -36,6 +36,7 @@ __all__ = [
     "speedups",
     "stacked",
     "style",
+    "svg",
     "throughput",
     "whole_step",
 ]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from collections.abc import Callable
 from typing import Any, Literal
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
-__all__ = ["Palette", "palette", "style"]
+__all__ = ["Palette", "palette", "style", "svg"]
+
+Theme = Literal["light", "dark"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +60,7 @@ def palette(axis: Axes) -> Palette:
     return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else _LIGHT
 
 
-def style(theme: Literal["light", "dark"] = "light") -> dict[str, Any]:
+def style(theme: Theme = "light") -> dict[str, Any]:
     """Settings for ``matplotlib.rcParams`` or ``matplotlib.rc_context``.
 
     Args:
@@ -91,3 +97,23 @@ def style(theme: Literal["light", "dark"] = "light") -> dict[str, Any]:
         "legend.frameon": False,
         "savefig.dpi": 110,
     }
+
+
+def svg(draw: Callable[[Axes], None], *, width: float = 9, height: float = 3, theme: Theme = "light") -> str:
+    """A figure as an element for an HTML page.
+
+    Args:
+      draw: draws on the axis that it is given.
+      width: in inches of 72 points, like the height.
+      height: likewise.
+      theme: the page that it is for.
+
+    Returns:
+      ``<svg ...>...</svg>``.
+    """
+    with matplotlib.rc_context(style(theme)):
+        figure = Figure(figsize=(width, height))
+        draw(figure.subplots())
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]

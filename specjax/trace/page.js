@@ -46,10 +46,16 @@ function head(token, ...rest) {
   return element("div", {}, element("b", {}, visible(token)), ` (token ${token}) `, ...rest);
 }
 
-function proposalPanel(step, i, source) {
+// What became of a proposal. Where the step adds no token of the rule's own, a stop token ended the text.
+function fate(step, i, kept) {
+  if (i < kept) return step.sources[i];
+  if (step.tokens.length === kept) return "behind the end of the text";
+  return i === kept ? "rejected" : "behind a rejected token";
+}
+
+function proposalPanel(step, i, kept) {
   const one = step.proposals[i];
-  const where = `proposal ${i + 1} of ${step.proposals.length}`;
-  const lines = [head(one.token, `${where}: ${source ?? "rejected, or behind a rejected token or the end"}`),
+  const lines = [head(one.token, `proposal ${i + 1} of ${step.proposals.length}: ${fate(step, i, kept)}`),
     element("div", {}, `target p = ${number(one.p)}, draft q = ${number(one.q)}, after the sampling options`)];
   if (one.u !== null) {
     const passed = one.u < one.accept;
@@ -74,9 +80,8 @@ function show(span) {
   const step = told.steps[span.parentElement.dataset.n];
   const place = [...span.parentElement.children].indexOf(span);
   const kept = step.proposals.filter((one) => one.stood).length;
-  const lines = span.matches("s") ? proposalPanel(step, place, null)
-    : place < kept ? proposalPanel(step, place, step.sources[place])
-      : lastPanel(step, step.tokens.length - 1);
+  const lines = span.matches("s") || place < kept ? proposalPanel(step, place, kept)
+    : lastPanel(step, step.tokens.length - 1);
   const title = element("div", {}, `Step ${+span.parentElement.dataset.n + 1} of ${told.steps.length}, after ${step.start} tokens.`);
   panel.replaceChildren(...lines, title);
 }

@@ -103,7 +103,7 @@ def _steps(trace: Trace, token_bytes: TokenBytes) -> Iterator[str]:
             for token, source, text in zip(step.tokens, step.sources, texts, strict=False)
         ]
         rejected = [
-            f'<s class="rejected">{_mark_up(_alone(p.token, token_bytes))}</s>'
+            f'<s class="rejected">{_mark_up(_alone(p.token, token_bytes), breaks=False)}</s>'
             for p in step.proposals
             if not p.stood
         ]
@@ -192,14 +192,12 @@ def _hidden(character: str) -> bool:
     return unicodedata.category(character).startswith("C") or character in "\u2028\u2029"
 
 
-def _mark_up(text: str) -> str:
-    """Text as HTML: escaped, with a name for what can't be seen."""
+def _mark_up(text: str, *, breaks: bool = True) -> str:
+    """Text as HTML: escaped, with a name for what can't be seen; line breaks break the line, or only show."""
     parts = []
     for character in text:
-        if character == "\n":
-            parts.append("<i>↵</i>\n")
-        elif character == "\t":
-            parts.append("<i>⇥</i>\t")
+        if character in "\n\t":
+            parts.append(f"<i>{'↵' if character == chr(10) else '⇥'}</i>{character if breaks else ''}")
         elif _hidden(character):
             parts.append(f"<i>U+{ord(character):04X}</i>")
         else:

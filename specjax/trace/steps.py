@@ -129,12 +129,13 @@ class TracedDecoding(Decoding):
                 *self._params,
                 self._state,
                 self._record,
-                rule=self._rule,
-                num_choices=self._num_logprobs,
-                **self._static,
+                target=self._how["target"],
+                drafter=self._how["drafter"],
+                rule=self._how["rule"],
+                num_choices=self._how["num_logprobs"],
             )
             info = jax.tree.map(lambda x: np.asarray(x[0]), info)
-            step = _to_step(self._end, info, draws=self._rule.name in ("token", "block"))
+            step = _to_step(self._end, info, draws=self._how["rule"].name in ("token", "block"))
             self._end += len(step.tokens)
             yield step
 

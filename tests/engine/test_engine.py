@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -252,6 +254,40 @@ def test_an_engine_that_cannot_work_is_refused(options, message):
     options = {"slots": 2, "capacity": 64} | options
     with pytest.raises(ValueError, match=message):
         Engine(MODEL, PARAMS, **options)
+
+
+@pytest.fixture
+def compiled():
+    """What is traced or compiled, as it happens."""
+    events = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if "compile" in event or "trace" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_is_compiled_after_the_warm_up(compiled):
+    decoder = engine("either", max_logprobs=3)
+    decoder.warm_up()
+    assert compiled
+    compiled.clear()
+    work = [
+        dataclasses.replace(work, num_logprobs=i % 4 if i % 7 == 0 else None)
+        for i, work in enumerate(mixed_work(500, seed=1))
+    ]
+    assert sum(1 for _ in decoder.run(work)) == 500
+    assert compiled == []
+
+
+def test_the_host_comes_by_once_in_eight_steps_at_most():
+    decoder = engine("lookup", 4)
+    for _ in decoder.run(mixed_work(60)):
+        pass
+    assert sum(decoder.stats.steps.values()) >= 8 * (decoder.stats.visits - 2)  # the last runs end early
 
 
 def test_no_output_at_all_for_no_work():

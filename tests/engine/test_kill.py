@@ -34,6 +34,7 @@ def answered(sink):
     return sorted(line for path in paths for line in whole_lines(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kills"), [("out.jsonl", 100), ("out.jsonl.gz", 60), ("out", 40)])
 def test_killed_at_random_moments(tmp_path, kind, kills):
     source = tmp_path / "in.jsonl"

@@ -47,12 +47,14 @@ def test_weights_arrive_where_they_belong(write_gguf, tiny_weights, scan_layers,
     for i, block in enumerate(blocks if scan_layers else blocks.values()):
         of = {key.removeprefix(f"blk.{i}."): x for key, x in given.items()}
         # Queries and keys in the original order of rows: the file holds them in llama.cpp's.
-        qkv = np.concatenate([of["attn_q"], of["attn_k"], of["attn_v"]])
+        # For each of two key-value heads: its two query heads, its key, its value.
+        heads = [of[name].reshape(2, -1, 64) for name in ("attn_q", "attn_k", "attn_v")]
+        qkv = np.stack([np.concatenate([part[head] for part in heads]) for head in range(2)])
         np.testing.assert_array_equal(block["attention"]["qkv"]["kernel"], qkv)
         np.testing.assert_array_equal(block["attention"]["out"]["kernel"], of["attn_output"])
         np.testing.assert_array_equal(block["attention_norm"]["scale"], of["attn_norm"])
         np.testing.assert_array_equal(block["mlp_norm"]["scale"], of["ffn_norm"])
-        gate_up = np.concatenate([of["ffn_gate"], of["ffn_up"]])
+        gate_up = np.stack([of["ffn_gate"], of["ffn_up"]])
         np.testing.assert_array_equal(block["mlp"]["gate_up"]["kernel"], gate_up)
         np.testing.assert_array_equal(block["mlp"]["down"]["kernel"], of["ffn_down"])
 

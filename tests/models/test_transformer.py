@@ -66,20 +66,26 @@ def reference(params, tokens, cfg=CFG):
     dh, heads, kv_heads = cfg.head_dim, cfg.num_heads, cfg.num_kv_heads
     for layer in range(cfg.num_layers):
         block = layer_of(params, layer)
-        fused = norm(x, block["attention_norm"]["scale"]) @ block["attention"]["qkv"]["kernel"].T
+        normed = norm(x, block["attention_norm"]["scale"])
         mixed = np.zeros((len(x), heads * dh))
         for head in range(heads):
-            group = head // (heads // kv_heads)
-            q = fused[:, head * dh : (head + 1) * dh]
-            k = fused[:, (heads + group) * dh : (heads + group + 1) * dh]
-            v = fused[:, (heads + kv_heads + group) * dh : (heads + kv_heads + group + 1) * dh]
+            group, place = divmod(head, heads // kv_heads)
+            # The kernel of a group: its query heads, its key, its value.
+            *qs, k, v = np.split(
+                normed @ block["attention"]["qkv"]["kernel"][group].T, heads // kv_heads + 2, 1
+            )
+            q = qs[place]
+            if cfg.qk_norm:
+                q, k = (
+                    norm(y, block["attention"][name]["scale"])
+                    for y, name in ((q, "query_norm"), (k, "key_norm"))
+                )
             for i in range(len(x)):
                 scores = np.array([turn(q[i], i) @ turn(k[j], j) for j in range(i + 1)]) / np.sqrt(dh)
                 weights = np.exp(scores - scores.max())
                 mixed[i, head * dh : (head + 1) * dh] = weights / weights.sum() @ v[: i + 1]
         x = x + mixed @ block["attention"]["out"]["kernel"].T
-        fused = norm(x, block["mlp_norm"]["scale"]) @ block["mlp"]["gate_up"]["kernel"].T
-        gate, up = fused[:, : cfg.mlp_width], fused[:, cfg.mlp_width :]
+        gate, up = (norm(x, block["mlp_norm"]["scale"]) @ w.T for w in block["mlp"]["gate_up"]["kernel"])
         x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["down"]["kernel"].T
     x = norm(x, np.asarray(params["norm"]["scale"]))
     return x @ np.asarray(params.get("head", params["embedding"]), np.float64).T
@@ -94,6 +100,18 @@ def test_equals_the_equations(built, length):
         np.testing.assert_allclose(
             np.asarray(out.logits[row]), reference(params, tokens[row]), atol=2e-4, rtol=1e-4
         )
+
+
+def test_norms_of_queries_and_keys_equal_the_equations():
+    cfg = dataclasses.replace(CFG, qk_norm=True)
+    model, shapes = abstract_model(cfg)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(0.1, 0.4, x.shape), x.dtype), shapes)
+    tokens = random_tokens(1, 5)
+    out = jax.jit(model.apply)(params, tokens, model.init_cache(1, S), at(0, length=5))
+    expected = reference(params, tokens[0], cfg)
+    np.testing.assert_allclose(np.asarray(out.logits[0]), expected, atol=2e-4, rtol=1e-4)
+    assert np.abs(expected - reference(params, tokens[0])).max() > 0.1  # they make a difference
 
 
 def test_untied_head_is_used():

@@ -180,15 +180,15 @@ MUTANTS = [
     mutant(
         "a rejected token's key left visible",
         "cache.py",
-        "jnp.arange(capacity)[None, None, :] <= positions[:, :, None]",
-        "jnp.arange(capacity)[None, None, :] <= positions[:, -1:, None]",
+        "(first + jnp.arange(count))[None, None, :] <= positions[:, :, None]",
+        "(first + jnp.arange(count))[None, None, :] <= positions[:, -1:, None]",
         "test_cache.py::test_mask_shows_what_lies_at_or_before_the_query",
     ),
     mutant(
         "writes past the cache's end moved back",
         "decode.py",
-        '.set(block, mode="drop")',
-        '.set(block, mode="clip")',
+        '.set(new, mode="drop")',
+        '.set(new, mode="clip")',
         "test_decode.py::test_blocks_that_end_at_and_past_the_caches_end[0]",
     ),
     mutant(

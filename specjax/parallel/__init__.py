@@ -1,0 +1,1 @@
+"""Many devices: where arrays lie, planning for accelerators that aren't here, several processes."""

@@ -1,0 +1,112 @@
+"""Real processes on this machine, over gloo: the ids of one process, and an end for all if one is gone."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from specjax.parallel.processes import joined, parse_processes
+
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def start(command, index=0, count=1, port=0, devices=1):
+    """Starts ``specjax generate`` as one of ``count`` processes."""
+    if count > 1:
+        command = [*command, "--processes", f"{index}/{count}@localhost:{port}"]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "specjax.scripts", "generate", *command],
+        env=os.environ | QUICK | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def stop(processes):
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def command(write_gguf):
+    """Sampled decoding of a tiny model that drafts for itself."""
+    path = str(write_gguf())
+    options = "--temperature 1 --seed 3 --num-speculative-tokens 2 --max-tokens 12"
+    return ["he he", "--model", path, "--draft", path, *options.split()]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_text_of_one(command):
+    port = free_port()
+    # Two rows' worth of devices for one row, and the model over two devices of other processes.
+    mesh = ["--mesh", "data=2,model=2"]
+    alone = start(command)
+    several = [start([*command, *mesh], index, 2, port, devices=2) for index in range(2)]
+    try:
+        expected, _ = alone.communicate(timeout=300)
+        outputs = [process.communicate(timeout=300) for process in several]
+    finally:
+        stop([alone, *several])
+    assert [process.returncode for process in (alone, *several)] == [0, 0, 0], outputs
+    assert len(expected.strip()) > 0
+    assert [text for text, _ in outputs] == [expected, ""]  # the first alone prints
+
+
+@pytest.mark.slow
+def test_if_one_is_killed_the_other_ends_and_says_so(write_gguf):
+    path, port = str(write_gguf(metadata={"llama.context_length": 1 << 20})), free_port()
+    endless = [
+        "he",
+        "--model",
+        path,
+        "--draft",
+        "none",
+        "--max-tokens",
+        "200000",
+        "--stream",
+        "--mesh",
+        "model=2",
+    ]
+    processes = [start(endless, index, 2, port) for index in range(2)]
+    try:
+        assert processes[0].stdout.read(1)  # it decodes
+        processes[1].send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        _, complaint = processes[0].communicate(timeout=60)
+        assert time.monotonic() - begin < 60
+    finally:
+        stop(processes)
+    assert processes[0].returncode not in (0, None)
+    assert re.search(r"process 0 of 2: another process is gone|unhealthy|heartbeat", complaint), complaint
+
+
+@pytest.mark.parametrize("text", ["2", "2/2@host:1", "0/2", "0/2@host", "-1/2@host:1", "a/b@c:d"])
+def test_processes_that_cannot_be_read(text):
+    with pytest.raises(ValueError, match="0/4@host:1234"):
+        parse_processes(text)
+
+
+def test_they_are_read():
+    assert parse_processes("auto") == {}
+    assert parse_processes("1/4@node-0.cluster:1234") == dict(
+        process_id=1, num_processes=4, coordinator_address="node-0.cluster:1234"
+    )
+
+
+def test_alone_there_is_nothing_to_join():
+    with joined("") as first:
+        assert first
