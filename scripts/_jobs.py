@@ -194,6 +194,8 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
         draft: Any = None
         if name in DRAFTS or name.endswith(".safetensors"):
+            if placement is not None:
+                raise ValueError(f"--draft {name} runs on one device: leave --mesh out")
             draft = load_draft(name, loaded.model, loaded.params)
         elif name != "none":
             # The target as its own draft needs no second copy of the weights.
