@@ -126,14 +126,8 @@ def write_data(config: Config, loaded: Any) -> list[Path]:
     """The shards, written as far as they aren't there."""
     from specjax.distill.selfwrite import fill_shards
 
-    opening, closing = turns(loaded)
-    given = []
-    if config.prompts is not None:
-        for line in config.prompts.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            given.append(
-                loaded.encode_chat(row["messages"]) if "messages" in row else loaded.encode(row["prompt"])
-            )
+    opening, closing = turns(loaded) if config.prompts is None else ([], [])
+    given = [] if config.prompts is None else read_prompts(config.prompts, loaded)
     special = [i for i, token in enumerate(loaded.tokenizer.tokens) if not loaded.tokenizer.token_bytes(i)]
     return fill_shards(
         config.data or config.out / "data",
@@ -149,6 +143,25 @@ def write_data(config: Config, loaded: Any) -> list[Path]:
         stop_tokens=loaded.tokenizer.eos_ids,
         given=given,
     )
+
+
+def read_prompts(path: Path, loaded: Any) -> list[list[int]]:
+    """The prompts of a JSONL file as ids."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("messages"), list):
+                prompts.append(loaded.encode_chat(row["messages"]))
+            elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
+                prompts.append(loaded.encode(row["prompt"]))
+            else:
+                raise ValueError("has neither 'prompt', a text, nor 'messages', a list")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not prompts:
+        raise ValueError(f"{path} has no prompt")
+    return prompts
 
 
 def turns(loaded: Any) -> tuple[list[int], list[int]]:
