@@ -31,8 +31,9 @@ class DecoderOptions:
     model: str = "smollm2"
     """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
     draft: str = "lookup"
-    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, both as in
-    'lookup+draft.gguf' (lookup where it has a match), or 'none'."""
+    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, a draft that
+    specjax distill made (.safetensors), both as in 'lookup+draft.gguf' (lookup where it has a match), or
+    'none'."""
     num_speculative_tokens: int = 3
     """Drafted tokens a step."""
     prompt_lookup_min: int = 2
