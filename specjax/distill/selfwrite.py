@@ -176,6 +176,9 @@ def fill_shards(
 
     Returns:
       The shards, in order.
+
+    Raises:
+      ValueError: the target writes no turn that ends as its chat template says.
     """
     shards: list[Path] = []
     special, total = frozenset(special), 0
@@ -212,6 +215,9 @@ def fill_shards(
             greedy = answer(prompts, 0.0, seeds[1]) if prompts else []
             write_shard(path, [*sampled, *greedy])
         shards.append(path)
-        total += sum(len(s.tokens) - s.prompt_length for s in read_shards([path]))
+        found = sum(len(s.tokens) - s.prompt_length for s in read_shards([path]))
+        if not found:
+            raise ValueError(f"{path} came out empty: the target writes no conversations, give it prompts")
+        total += found
         say(f"data: {total} of {num_tokens} tokens in {len(shards)} shards")
     return shards
