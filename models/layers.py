@@ -168,15 +168,19 @@ class Attention(nnx.Module):
         newest: Array,
     ) -> tuple[Array, kv.KVCache]:
         """Mixes ``x`` [B, T, D] with what its row has seen; returns that and the cache with T tokens more."""
+        queries, keys, values = self.parts(x, angles)
+        cache = kv.write(cache, layer, keys, values, positions)
+        return self.out(attend(queries, cache, layer, positions, newest)), cache
+
+    def parts(self, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """Queries [B, T, H, Dh], keys and values [B, T, KV, Dh] of ``x``, turned to their positions."""
         fused = self.qkv(x)  # [B, T, KV, (H / KV + 2) Dh]
         fused = fused.reshape(*fused.shape[:3], self.groups + 2, self.head_dim)
         queries, keys = fused[..., : self.groups, :], fused[..., self.groups : -1, :]
         if self.qk_norm:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         queries, keys = rotate(queries, angles), rotate(keys, angles)
-        cache = kv.write(cache, layer, keys[..., 0, :], fused[..., -1, :], positions)
-        queries = queries.reshape(*x.shape[:2], -1, self.head_dim)
-        return self.out(attend(queries, cache, layer, positions, newest)), cache
+        return queries.reshape(*x.shape[:2], -1, self.head_dim), keys[..., 0, :], fused[..., -1, :]
 
 
 class Mlp(nnx.Module):

@@ -66,9 +66,12 @@ class Transformer(nnx.Module):
         x = shard(self.embedding[...][tokens], "rows", None, None)
         x, cache = self._layers(x, cache, positions, angles, jnp.max(positions))
         x = self.norm(x)
-        head = self.embedding if self.cfg.tied_embeddings else self.head
-        logits = shard(project(x, head[...], jnp.float32), "rows", None, "vocab")
+        logits = shard(project(x, self.output_rows(), jnp.float32), "rows", None, "vocab")
         return ModelOutput(logits=logits, features=x, cache=cache)
+
+    def output_rows(self) -> Array:
+        """The head: one row [D] for each token that is scored."""
+        return (self.embedding if self.cfg.tied_embeddings else self.head)[...]
 
     def _layers(
         self, x: Array, cache: kv.KVCache, positions: Array, angles: tuple[Array, Array], newest: Array

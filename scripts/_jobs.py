@@ -17,6 +17,7 @@ __all__ = [
     "DecoderOptions",
     "MeshOptions",
     "SamplingOptions",
+    "drafter_of",
     "load_decoder",
     "spec_bench",
     "together",
@@ -30,8 +31,9 @@ class DecoderOptions:
     model: str = "smollm2"
     """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
     draft: str = "lookup"
-    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, both as in
-    'lookup+draft.gguf' (lookup where it has a match), or 'none'."""
+    """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, a draft that
+    specjax distill made (.safetensors), both as in 'lookup+draft.gguf' (lookup where it has a match), or
+    'none'."""
     num_speculative_tokens: int = 3
     """Drafted tokens a step."""
     prompt_lookup_min: int = 2
@@ -165,6 +167,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     """
     # Here, so that --help needn't wait for them.
     from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
+    from specjax.models.draft_file import DRAFTS, LoadedDraft, load_draft
     from specjax.models.load import LoadedModel, load_model
     from specjax.models.tokenizer import check_same_vocabulary
     from specjax.parallel.sharding import Layout
@@ -190,8 +193,12 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             lookup, name = "lookup", "none"
         if lookup not in ("", "lookup"):
             raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
-        draft = None
-        if name != "none":
+        draft: Any = None
+        if name in DRAFTS or name.endswith(".safetensors"):
+            if placement is not None:
+                raise ValueError(f"--draft {name} runs on one device: leave --mesh out")
+            draft = load_draft(name, loaded.model, loaded.params)
+        elif name != "none":
             # The target as its own draft needs no second copy of the weights.
             same = name == options.model and (placement is None or placement.draft == placement.target)
             draft = loaded if same else load(name, placement and placement.draft)
@@ -201,11 +208,25 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         found = LookupDrafter(count, options.prompt_lookup_min, options.prompt_lookup_max, always_full=fixed)
         if draft is None:
             return found if lookup else plain_drafter
-        model = ModelDrafter(draft.model, count, loaded.model.vocab_size)
+        if isinstance(draft, LoadedDraft):
+            model = drafter_of(draft, count, loaded.model.vocab_size, options.rule)
+        else:
+            model = ModelDrafter(draft.model, count, loaded.model.vocab_size)
         return EitherDrafter(found, model) if lookup else model
 
     draft_params = None if draft is None else draft.params
     return Decoder(options, loaded, make_drafter, draft_params, plain_drafter, placement)
+
+
+def drafter_of(draft: Any, num_draft_tokens: int, vocab_size: int, rule: str = "token") -> Any:
+    """The drafter of a :class:`specjax.models.draft_file.LoadedDraft`."""
+    from specjax.drafters import FeatureDrafter, ModelDrafter
+
+    # The coupled rule lives on noise that draft and target share, token by token.
+    wide_noise = rule == "coupled"
+    if draft.kind == "head":
+        return FeatureDrafter(draft.model, num_draft_tokens, vocab_size, wide_noise)
+    return ModelDrafter(draft.model, num_draft_tokens, vocab_size, narrow=True, wide_noise=wide_noise)
 
 
 def spec_bench(tasks: Sequence[str] = (), per_task: int | None = None) -> list[dict[str, Any]]:

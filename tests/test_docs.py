@@ -29,6 +29,10 @@ SHORTER = {
     "spec-bench": ["--per-task", "1", "--max-tokens", "8"],
     "batch": ["--max-tokens", "8", "--slots", "4", "--capacity", "256"],
     "audit": ["--num-prompts", "2", "--max-tokens", "8", "--batch-size", "2", "--checks", "greedy"],
+    "distill": [
+        *["--prompts", "given.jsonl", "--num-tokens", "1", "--capacity", "64", "--scored", "100"],
+        *["--batch", "2", "--steps", "2", "--passes", "1", "--held-out", "0.3", "--per-task", "0"],
+    ],
     "bench": ["--per-task", "1", "--runs", "1", "--max-tokens", "24"],
     "bench-rule": ["--vocab-size", "64", "--batch-size", "2", "--runs", "1"],
 }
@@ -65,6 +69,7 @@ def house(write_gguf, tiny_weights, tmp_path, monkeypatch):
     for name in ("smollm2", "target", "draft"):
         sizes = {"llama.context_length": 512, "llama.block_count": 1}
         write_gguf(weights, name=f"{name}.gguf", metadata=sizes)
+    (tmp_path / "given.jsonl").write_text("".join(f'{{"prompt": "he {i}"}}\n' for i in range(20)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(load, "smollm2_path", lambda: tmp_path / "smollm2.gguf")
     whole = _jobs.spec_bench
@@ -183,7 +188,7 @@ def test_every_link_leads_somewhere(page):
 OPTION = re.compile(r"`(--[a-z][\w-]*)`")
 
 
-@pytest.mark.parametrize("job", ["generate", "batch", "audit", "bench"])
+@pytest.mark.parametrize("job", ["generate", "batch", "distill", "audit", "bench"])
 def test_a_jobs_page_has_its_options_and_no_other(job, capsys):
     with contextlib.suppress(SystemExit):
         specjax_command.main([job, "--help"])

@@ -18,10 +18,9 @@ __all__ = ["EitherDrafter", "EitherState"]
 
 @pytree
 class EitherState:
-    """What is known of the second drafter."""
+    """That of the second drafter."""
 
-    inner: Any  # its state
-    used: Array  # [B] bool: the rows whose newest draft is its
+    inner: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ class EitherDrafter:
 
     def init(self, batch: int, capacity: int) -> EitherState:
         """The second's state; the first has none."""
-        return EitherState(self.second.init(batch, capacity), jnp.zeros(batch, bool))
+        return EitherState(self.second.init(batch, capacity))
 
     def read(
         self,
@@ -68,8 +67,7 @@ class EitherDrafter:
         features: Array | None,
     ) -> EitherState:
         """See :class:`specjax.types.Drafter`."""
-        inner = self.second.read(params, state.inner, tokens, positions, length, features)
-        return EitherState(inner, state.used)
+        return EitherState(self.second.read(params, state.inner, tokens, positions, length, features))
 
     def propose(
         self,
@@ -109,9 +107,8 @@ class EitherDrafter:
             return jnp.zeros((), bool), mixed, inner
 
         _, draft, inner = lax.while_loop(rows_are_left, fill, (~jnp.all(found), first, state.inner))
-        return draft, EitherState(inner, ~found)
+        return draft, EitherState(inner)
 
     def accept(self, state: EitherState, num_accepted: Array, features: Array | None) -> EitherState:
-        """Where the first drafted, the second has nothing accepted: it has to read what came instead."""
-        accepted = jnp.where(state.used, num_accepted, 0)
-        return EitherState(self.second.accept(state.inner, accepted, features), state.used)
+        """Tells the second what stood, whoever drafted it."""
+        return EitherState(self.second.accept(state.inner, num_accepted, features))

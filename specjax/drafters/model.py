@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.drafters.narrow import draw, widen
 from specjax.sampling import sample, warp
 from specjax.types import Array, Cache, Context, Draft, Key, Model, Params, SamplingParams, pytree
 
@@ -23,10 +24,16 @@ Extended = tuple[Carry, tuple[Array, Array]]  # with a token and the logits that
 
 @pytree
 class ModelDraftState:
-    """What the draft model has read."""
+    """What the draft model has read, given or drafted by itself."""
 
     cache: Cache
-    known: Array  # [B] int32: the tokens of the row, from its first, whose keys the cache holds
+    fed: Array  # [B, S] int32: the token whose keys each slot of the cache holds; -1 is none
+
+    def known(self, context: Context) -> Array:
+        """The tokens of each row, from its first, that the cache holds, whoever drafted them: [B] int32."""
+        slots = jnp.arange(self.fed.shape[1])[None]
+        same = (self.fed == context.tokens) & (slots < context.length[:, None])
+        return jnp.sum(jnp.cumprod(same, axis=1), axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +49,14 @@ class ModelDrafter:
     model: Model
     num_draft_tokens: int
     vocab_size: int | None = None  # the target's V, where padding makes it another than the model's
+    narrow: bool = False  # the model scores the tokens ``params["vocabulary"]`` alone
+    wide_noise: bool = False  # of a narrow model, see :func:`specjax.drafters.narrow.draw`
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens must be at least 1, not {self.num_draft_tokens}")
+        if self.narrow and self.vocab_size is None:
+            raise ValueError("a narrow draft needs the target's vocab_size")
 
     @property
     def always_full(self) -> bool:
@@ -54,7 +65,8 @@ class ModelDrafter:
 
     def init(self, batch: int, capacity: int) -> ModelDraftState:
         """An empty cache."""
-        return ModelDraftState(self.model.init_cache(batch, capacity), jnp.zeros(batch, jnp.int32))
+        nothing = jnp.full((batch, capacity), -1, jnp.int32)
+        return ModelDraftState(self.model.init_cache(batch, capacity), nothing)
 
     def read(
         self,
@@ -68,7 +80,7 @@ class ModelDrafter:
         """Feeds the block; see :class:`specjax.types.Drafter`."""
         del features
         cache = self.model.apply(params, tokens, state.cache, positions).cache
-        return ModelDraftState(cache, jnp.minimum(positions[:, -1] + 1, length))
+        return ModelDraftState(cache, _note(state.fed, tokens, positions, length))
 
     def propose(
         self,
@@ -93,8 +105,7 @@ class ModelDrafter:
 
         def extend(i: Array, cache: Cache, context: Context, fed: Array, positions: Array) -> Extended:
             output = self.model.apply(params, fed, cache, positions)
-            logits = warp(self._fit(output.logits[:, -1:]), sampling, context)[:, 0]
-            token = sample(draft_keys(i), logits)
+            token, logits = self._draw(params, output.logits[:, -1], draft_keys(i), sampling, context)
             # The next draw's penalties and masks see this one.
             context = dataclasses.replace(
                 context,
@@ -119,21 +130,37 @@ class ModelDrafter:
         drafted, draft_logits = jax.tree.map(
             lambda one, later: jnp.concatenate([one[:, None], jnp.moveaxis(later, 0, 1)], axis=1), first, rest
         )
+        if self.narrow:
+            draft_logits = widen(draft_logits, params["vocabulary"], self.vocab_size or 0)
         lengths = jnp.full_like(length, self.num_draft_tokens)
-        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, length)
+        # The last token drafted was never fed.
+        fed = jnp.concatenate([newest_two, drafted[:, :-1]], axis=1)
+        places = jnp.concatenate([positions, length[:, None] + jnp.arange(fed.shape[1] - 2)[None]], axis=1)
+        noted = _note(state.fed, fed, places, length + self.num_draft_tokens - 1)
+        return Draft(drafted, draft_logits, lengths), ModelDraftState(cache, noted)
 
     def _catch_up(self, params: Params, state: ModelDraftState, context: Context) -> ModelDraftState:
         """Reads what is missing before the last-but-one token."""
 
         def behind(state: ModelDraftState) -> Array:
-            return jnp.any(state.known < context.length - 2)
+            return jnp.any(state.known(context) < context.length - 2)
 
         def feed(state: ModelDraftState) -> ModelDraftState:
-            positions = state.known[:, None] + jnp.arange(CATCH_UP)[None]
+            positions = state.known(context)[:, None] + jnp.arange(CATCH_UP)[None]
             tokens = jnp.take_along_axis(context.tokens, positions, axis=1, mode="clip")
             return self.read(params, state, tokens, positions, context.length, None)
 
         return lax.while_loop(behind, feed, state)
+
+    def _draw(
+        self, params: Params, logits: Array, keys: Key, sampling: SamplingParams, context: Context
+    ) -> tuple[Array, Array]:
+        """A token [B], and the warped logits that it was drawn from: [B, V], or [B, W] of a narrow model."""
+        if self.narrow:
+            vocabulary, size = params["vocabulary"], self.vocab_size or 0
+            return draw(logits, vocabulary, keys, sampling, context, size, wide_noise=self.wide_noise)
+        warped = warp(self._fit(logits)[:, None], sampling, context)[:, 0]
+        return sample(keys, warped), warped
 
     def _fit(self, logits: Array) -> Array:
         """Cuts padding off, or forbids what the model doesn't know: [..., V] for the target's V."""
@@ -144,7 +171,14 @@ class ModelDrafter:
         return jnp.pad(logits, missing, constant_values=-jnp.inf)
 
     def accept(self, state: ModelDraftState, num_accepted: Array, features: Array | None) -> ModelDraftState:
-        """Counts the accepted tokens as read, but the last of a whole block, which was never fed."""
-        del features
-        fed = jnp.minimum(num_accepted, self.num_draft_tokens - 1)
-        return ModelDraftState(state.cache, state.known + fed)
+        """Nothing to do: the next step compares what was fed with what stands there."""
+        del num_accepted, features
+        return state
+
+
+def _note(fed: Array, tokens: Array, positions: Array, length: Array) -> Array:
+    """Notes the tokens [B, T] fed at ``positions``, those before ``length`` [B]; nothing lies behind."""
+    rows = jnp.arange(fed.shape[0])[:, None]
+    fed = fed.at[rows, positions].set(jnp.where(positions < length[:, None], tokens, -1), mode="drop")
+    # Keys further on were made behind other tokens, even where the text comes to look the same there.
+    return jnp.where(jnp.arange(fed.shape[1])[None] > positions[:, -1:], -1, fed)

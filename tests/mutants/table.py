@@ -43,8 +43,8 @@ MUTANTS = [
     mutant(
         "argmax draft given as if it had been sampled",
         "drafters/model.py",
-        "token = sample(draft_keys(i), logits)",
-        "token = jnp.argmax(logits, axis=-1).astype(jnp.int32)",
+        "return sample(keys, warped), warped",
+        "return jnp.argmax(warped, axis=-1).astype(jnp.int32), warped",
         "drafters/test_model.py::test_the_logits_are_what_the_tokens_were_drawn_from",
     ),
     mutant(
@@ -71,8 +71,8 @@ MUTANTS = [
     mutant(
         "draft sampled in bfloat16, its ratio taken in float32",
         "drafters/model.py",
-        "token = sample(draft_keys(i), logits)",
-        "token = sample(draft_keys(i), logits.astype(jnp.bfloat16))",
+        "return sample(keys, warped), warped",
+        "return sample(keys, warped.astype(jnp.bfloat16)), warped",
         "drafters/test_model.py::test_the_tokens_can_be_drawn_again_from_the_logits",
     ),
     mutant(

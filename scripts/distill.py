@@ -1,0 +1,360 @@
+"""Train a draft toward a target, and prove it by the decoder.
+
+specjax distill --out runs/head
+specjax distill --out runs/layers --kind layers --layers 0 9 20 29 --losses lk_hybrid:1
+
+The target writes its own prompts and answers them (or answers those of --prompts), its states are kept, the
+draft is trained on them, and tokens a step are measured on Spec-Bench prompts. Each stage goes on where a
+run that was stopped left off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from specjax.scripts import _cli, _jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to train, on what, and for how long."""
+
+    out: Path
+    """Folder for checkpoints, metrics and the draft."""
+    model: str = "smollm2"
+    """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
+    data: Path | None = None
+    """Folder of the training data, shared between runs; OUT/data by default."""
+    prompts: Path | None = None
+    """JSONL with 'prompt' or 'messages' in each line, to answer; by default the target writes its own."""
+    num_tokens: int = 300_000
+    """Tokens of responses to train on."""
+    capacity: int = 256
+    """Tokens of a sequence, prompt included."""
+    held_out: float = 0.05
+    """Share of the prompts that is held out."""
+    kind: Literal["head", "layers", "small"] = "head"
+    """'head' reads the target's states; 'layers' is cut from the target; 'small' starts from nothing."""
+    layers: tuple[int, ...] = (0, 9, 20, 29)
+    """Of --kind layers: which of the target's."""
+    num_layers: int = 1
+    """Of --kind head and small."""
+    width: int = 192
+    """Of --kind small."""
+    scored: int = 8192
+    """Tokens that the draft can say: the most frequent ones of the data."""
+    train_head: bool = False
+    """Also train the output head; otherwise the target's rows stay, and the draft's file needs none."""
+    losses: tuple[str, ...] = ("forward_kl:1",)
+    """Losses with their weights: forward_kl, reverse_kl, jsd, tv, lk, lk_hybrid, cross_entropy."""
+    passes: int = 2
+    """Of --kind head: steps ahead that it is trained on, fed with its own guesses."""
+    init: Path | None = None
+    """Start from this draft's weights instead."""
+    steps: int = 1000
+    """Steps of the optimizer."""
+    batch: int = 8
+    """Sequences of a forward."""
+    parts: int = 1
+    """Forwards whose gradients are added up for a step."""
+    learning_rate: float = 1e-3
+    """At the end of the warm-up; it falls along a cosine to a tenth."""
+    warmup: int = 30
+    """Steps of the warm-up."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the products in training; weights and sums are float32."""
+    seed: int = 0
+    """The only source of randomness."""
+    evaluate_every: int = 100
+    """Steps between two looks at the held-out prompts."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    num_speculative_tokens: int = 5
+    """Drafted tokens a step, in what is predicted and measured."""
+    per_task: int = 2
+    """Spec-Bench prompts of each task that the decoder is measured on; 0 leaves that out."""
+    max_tokens: int = 128
+    """Tokens decoded for each."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "steps", "batch", "parts", "passes", "scored", "num_layers", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.capacity < 64 or not 0 < self.held_out < 1:
+            raise ValueError("--capacity must be at least 64, --held-out between 0 and 1")
+        self.weights()
+
+    def weights(self) -> tuple[tuple[str, float], ...]:
+        """The losses and their weights."""
+        pairs = [text.partition(":") for text in self.losses]
+        try:
+            return tuple((name, float(weight or 1)) for name, _, weight in pairs)
+        except ValueError:
+            raise ValueError(f"--losses are written name:weight, not {' '.join(self.losses)}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs all stages; exit code 1 if it was told to stop before the last."""
+    config = _cli.parse(Config, argv, __doc__)
+    from specjax.distill.losses import LOSSES
+    from specjax.models.load import load_model
+
+    unknown = {name for name, _ in config.weights()} - set(LOSSES)
+    if unknown:
+        _cli.fail(f"no loss is named {min(unknown)!r}; there are {', '.join(LOSSES)}")
+    _cli.start()
+    with _cli.blame_input(OSError, ValueError):
+        loaded = load_model(config.model)
+        shards = write_data(config, loaded)
+    draft, finished = train(config, loaded, shards)
+    if not finished:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 1
+    if config.per_task:
+        report = measure(config, loaded, draft)
+        (config.out / "measured.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def write_data(config: Config, loaded: Any) -> list[Path]:
+    """The shards, written as far as they aren't there."""
+    from specjax.distill.selfwrite import fill_shards
+
+    opening, closing = turns(loaded) if config.prompts is None else ([], [])
+    given = [] if config.prompts is None else read_prompts(config.prompts, loaded)
+    special = [i for i, token in enumerate(loaded.tokenizer.tokens) if not loaded.tokenizer.token_bytes(i)]
+    return fill_shards(
+        config.data or config.out / "data",
+        loaded.model,
+        loaded.params,
+        opening,
+        closing,
+        num_tokens=config.num_tokens,
+        capacity=config.capacity,
+        batch=64,
+        seed=config.seed,
+        special=special,
+        stop_tokens=loaded.tokenizer.eos_ids,
+        given=given,
+    )
+
+
+def read_prompts(path: Path, loaded: Any) -> list[list[int]]:
+    """The prompts of a JSONL file as ids."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("messages"), list):
+                prompts.append(loaded.encode_chat(row["messages"]))
+            elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
+                prompts.append(loaded.encode(row["prompt"]))
+            else:
+                raise ValueError("has neither 'prompt', a text, nor 'messages', a list")
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    if not prompts:
+        raise ValueError(f"{path} has no prompt")
+    return prompts
+
+
+def turns(loaded: Any) -> tuple[list[int], list[int]]:
+    """The chat template before and after what a user says."""
+    if loaded.chat_template is None:
+        raise ValueError(f"{loaded.name} has no chat template: give --prompts")
+    before, _, after = loaded.chat_template.render([{"role": "user", "content": "\0"}]).partition("\0")
+    return loaded.tokenizer.encode(before), loaded.tokenizer.encode(after, add_bos=False)
+
+
+def make_draft(config: Config, loaded: Any, vocabulary: Any) -> tuple[Any, Any, Any, frozenset[str]]:
+    """The draft's model, its params, what trains it, and the names that stay as they are."""
+    from specjax.models.derive import cut_layers, feature_head, small_model
+    from specjax.models.unroll import HeadStudent, ModelStudent
+
+    target = (loaded.model, loaded.params)
+    frozen = {"embedding", "vocabulary"} if config.train_head else {"embedding", "vocabulary", "head"}
+    model: Any
+    student: Any
+    if config.kind == "head":
+        model, params = feature_head(*target, config.num_layers, vocabulary, config.seed)
+        student = HeadStudent(model, config.passes)
+    elif config.kind == "layers":
+        model, params = cut_layers(*target, config.layers, vocabulary)
+        student = ModelStudent(model)
+    else:
+        model, params = small_model(loaded.model, config.num_layers, config.width, vocabulary, config.seed)
+        student, frozen = ModelStudent(model), {"vocabulary"}
+    if config.init is not None:
+        from specjax.models.draft_file import load_draft
+
+        params = load_draft(str(config.init), *target).params
+    return model, params, student, frozenset(frozen)
+
+
+def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, bool]:
+    """Scores the data, trains, and writes the best draft; gives it loaded, and whether training finished."""
+    import numpy as np
+
+    from specjax.distill.batches import Batches
+    from specjax.distill.checkpoints import Checkpoints
+    from specjax.distill.fit import Plan, fit, make_step
+    from specjax.distill.predict import predict
+    from specjax.distill.sequences import is_held_out, read_shards
+    from specjax.distill.targets import ScoredSequences, score_shards
+    from specjax.distill.train import Objective, Schedule, init_state, make_optimizer, split_params
+    from specjax.distill.vocabulary import frequent_tokens, share_covered
+    from specjax.models.derive import output_rows
+    from specjax.models.draft_file import load_draft, save_draft
+
+    head = output_rows(loaded.params)
+    folders = list(score_shards(loaded.model, loaded.params, head, shards, capacity=config.capacity))
+    kept = [s for s in read_shards(shards) if not is_held_out(s, config.held_out)]
+    size = loaded.model.vocab_size
+    if config.init is None:
+        vocabulary = frequent_tokens(kept, min(config.scored, size), size)
+    else:  # the tokens that it knows stay
+        with _cli.blame_input(ValueError):
+            vocabulary = np.asarray(
+                load_draft(str(config.init), loaded.model, loaded.params).params["vocabulary"]
+            )
+    print(
+        f"the draft's {len(vocabulary)} tokens cover {share_covered(kept, vocabulary):.2%} of the responses"
+    )
+    # What users say is the target's own too, where it wrote that itself.
+    first = len(turns(loaded)[0]) - 1 if config.prompts is None else None
+    sources = {
+        which: ScoredSequences(
+            folders,
+            vocabulary,
+            size,
+            held_out=config.held_out,
+            which=which,
+            first=first if which == "train" else None,
+        )
+        for which in ("train", "held out")
+    }
+    print(", ".join(f"{len(source)} sequences {which}" for which, source in sources.items()))
+
+    model, params, student, names = make_draft(config, loaded, vocabulary)
+    trained, frozen = split_params(params, names)
+    frozen = {**frozen, "target_head": head[vocabulary]}
+    schedule = Schedule(config.steps, config.learning_rate, config.warmup)
+    optimizer = make_optimizer(schedule)
+    objective = Objective(config.weights(), dtype=config.dtype)
+    with _cli.blame_input(ValueError):
+        batches = Batches(sources["train"], batch=config.batch, parts=config.parts, seed=config.seed)
+    temperatures = sources["held out"].temperatures()
+    # What a draft does K tokens ahead shows only where it is fed its own guesses.
+    far = (
+        dataclasses.replace(student, passes=config.num_speculative_tokens)
+        if config.kind == "head"
+        else student
+    )
+
+    def evaluate(state: Any) -> dict[str, float]:
+        found = predict(
+            state.params,
+            frozen,
+            sources["held out"],
+            temperatures,
+            student=far,
+            num_draft_tokens=config.num_speculative_tokens,
+        )
+        figures = {}
+        for temperature, prediction in found.items():
+            figures[f"tokens_a_step_T{temperature:g}"] = prediction.tokens_a_step
+            for place, value in enumerate(prediction.by_position):
+                figures[f"acceptance_T{temperature:g}_{place + 1}"] = value
+        figures["score"] = float(np.mean([p.tokens_a_step for p in found.values()])) if found else 0.0
+        return figures
+
+    checkpoints = Checkpoints(str(config.out / "checkpoints"))
+    with _cli.blame_input(ValueError):
+        state, finished = fit(
+            init_state(trained, optimizer),
+            frozen,
+            batches,
+            checkpoints,
+            make_step(student, objective, optimizer),
+            Plan(config.steps, 10, config.evaluate_every, config.save_every),
+            evaluate=evaluate,
+            log=config.out / "metrics.jsonl",
+            say=lambda line: print(line, flush=True),
+        )
+    best = checkpoints.best()
+    if best is not None:
+        state, _ = checkpoints.load(best, state)
+    checkpoints.close()
+    path = config.out / "draft.safetensors"
+    about = {name: str(value) for name, value in dataclasses.asdict(config).items()} | {"step": str(best)}
+    kind: Literal["head", "model"] = "head" if config.kind == "head" else "model"
+    save_draft(path, kind, model.config, {**state.params, "vocabulary": frozen["vocabulary"]}, about)
+    return load_draft(str(path), loaded.model, loaded.params), finished
+
+
+def measure(config: Config, loaded: Any, draft: Any) -> list[dict[str, Any]]:
+    """Tokens a step by the decoder on Spec-Bench prompts, at temperature 0 and 1."""
+    import numpy as np
+
+    from specjax.generate import generate
+    from specjax.sampling import make_sampling
+
+    drafter = _jobs.drafter_of(draft, config.num_speculative_tokens, loaded.model.vocab_size)
+    prompts = [
+        (row["task"], ids)
+        for row in _jobs.spec_bench(per_task=config.per_task)
+        if len(ids := loaded.encode_chat(row["messages"])) < loaded.model.context_length - config.max_tokens
+    ]
+    prompts.sort(key=lambda pair: len(pair[1]))
+    report: list[dict[str, Any]] = []
+    for temperature in (0.0, 1.0):
+        rows = []
+        for begin in range(0, len(prompts), 4):
+            group = prompts[begin : begin + 4]
+            results = generate(
+                loaded.model,
+                loaded.params,
+                [ids for _, ids in group],
+                max_tokens=config.max_tokens,
+                drafter=drafter,
+                draft_params=draft.params,
+                sampling=make_sampling(
+                    len(group), temperature=temperature, seed=range(begin, begin + len(group))
+                ),
+                stop_tokens=loaded.tokenizer.eos_ids,
+            )
+            rows += [(task, result) for (task, _), result in zip(group, results, strict=True)]
+        means = np.array([r.mean_acceptance_length for _, r in rows])
+        accepted = np.sum([r.accepted for _, r in rows], axis=0)
+        reached = accepted[::-1].cumsum()[::-1]
+        total = sum(len(r.tokens) for _, r in rows) / sum(r.num_steps for _, r in rows)
+        positions = [float(b / max(a, 1)) for a, b in itertools.pairwise(reached)]
+        figures: dict[str, Any] = {
+            "temperature": temperature,
+            "prompts": len(rows),
+            "tokens_a_step": total,
+            "standard_error": float(means.std(ddof=1) / np.sqrt(len(means))),
+            "acceptance_by_position": positions,
+            "by_task": {
+                task: float(np.mean([r.mean_acceptance_length for t, r in rows if t == task]))
+                for task in dict.fromkeys(task for task, _ in rows)
+            },
+        }
+        report.append(figures)
+        print(
+            f"measured at T = {temperature:g}: {total:.2f} tokens a step (standard error "
+            f"{figures['standard_error']:.2f}, {len(rows)} prompts), acceptance by position "
+            f"{' '.join(f'{x:.2f}' for x in positions)}",
+            flush=True,
+        )
+    return report
+
+
+if __name__ == "__main__":
+    sys.exit(_cli.run(main))

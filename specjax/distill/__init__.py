@@ -1,0 +1,1 @@
+"""Training a draft toward its target: losses, data, the pure step, checkpoints, evaluation by the decoder."""

@@ -1,0 +1,75 @@
+"""`specjax distill` from the command line, on a tiny model file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from runs import quick_compile  # noqa: F401
+
+from specjax.scripts import __main__ as specjax_command
+
+
+def run(*argv):
+    return specjax_command.main([str(x) for x in argv])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"he {chr(97 + i)}"} for i in range(20)]
+    lines.append({"messages": [{"role": "user", "content": "hehe"}]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.slow
+def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, capsys):
+    model, out = write_gguf(), tmp_path / "out"
+    options = ["--model", model, "--out", out, "--prompts", prompts, "--capacity", 64, "--held-out", 0.2]
+    sizes = ["--num-tokens", 1, "--scored", 100, "--batch", 4, "--steps", 4, "--per-task", 0]
+    assert run("distill", *options, *sizes, "--passes", 1) == 0
+    said = capsys.readouterr().out
+    assert "step 4 of 4: loss" in said
+    assert "held out: tokens_a_step_T0" in said
+    figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in figures] == [4, 4]
+    # Asked again, everything is there.
+    assert run("distill", *options, *sizes, "--passes", 1) == 0
+    assert "resumed at step 4" in capsys.readouterr().out
+
+    texts = set()
+    for draft in ("none", out / "draft.safetensors", f"lookup+{out / 'draft.safetensors'}"):
+        assert run("generate", "the hehehe", "--model", model, "--draft", draft, "--max-tokens", 16) == 0
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--losses", "forwardkl:1"], "no loss is named 'forwardkl'; there are forward_kl"),
+        (["--losses", "tv:much"], "--losses are written name:weight, not tv:much"),
+        (["--steps", 0], "--steps must be at least 1"),
+        (["--held-out", 1], "--held-out between 0 and 1"),
+        (["--model", "missing.gguf"], "missing.gguf: No such file"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl: No such file"),
+    ],
+)
+def test_bad_options_get_one_line(write_gguf, tmp_path, options, message, capsys):
+    given = [] if "--model" in options else ["--model", write_gguf()]
+    assert run("distill", "--out", tmp_path / "out", *given, *options) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("specjax distill: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 5}'])
+def test_a_line_that_is_no_prompt_is_named(write_gguf, tmp_path, line, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "he"}\n' + line + "\n")
+    assert run("distill", "--out", tmp_path / "out", "--model", write_gguf(), "--prompts", path) == 2
+    assert "prompts.jsonl, line 2: " in capsys.readouterr().err
