@@ -30,6 +30,7 @@ from specjax.parallel.sharding import (
     place,
     sharded_jit,
     shardings_of,
+    state_shardings,
 )
 from specjax.theory import best_num_draft_tokens, expected_tokens, speedup
 from specjax.types import Context, DecodeState, ModelOutput, Params, Rule, SamplingParams
@@ -235,8 +236,7 @@ def forward(shape: Shape, layout: Layout, chip: Chip, batch: Batch, num_tokens: 
     flops, cycles, count, moved = one - layer + shape.num_layers * (layer + slot * (batch.live - 256))
     model, params = _lay(shape, layout, shape.num_layers, True)
     cache = jax.eval_shape(lambda: model.model.init_cache(batch.rows, batch.live))
-    names = ("rows", "kv_heads", None, None)
-    cache = place(cache, jax.tree.map(lambda x: layout.sharding(names, x.shape), cache))
+    cache = place(cache, state_shardings(layout, cache))
     # An embedding that isn't the head too is looked up, not read.
     read = {name: part for name, part in params.items() if name != "embedding" or "head" not in params}
     bytes_read = _bytes_a_device(read) + _bytes_a_device(cache)
@@ -255,8 +255,7 @@ def _measure(
     """Flops, cycles, number and bytes of the exchanges of a shallow forward."""
     model, params = _lay(shape, layout, num_layers, False)
     cache = jax.eval_shape(lambda: model.model.init_cache(rows, slots))
-    names = ("rows", "kv_heads", None, None)
-    cache = place(cache, jax.tree.map(lambda x: layout.sharding(names, x.shape), cache))
+    cache = place(cache, state_shardings(layout, cache))
     tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
     tokens = place(tokens, layout.sharding(("rows", None), tokens.shape))
     arguments = params, tokens, cache, tokens
