@@ -109,7 +109,7 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
     # The queries that read one key-value head form one matrix, and the cache is used as it lies.
     grouped = queries.reshape(rows, tokens, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, groups * tokens, head_dim)
-    # Where the cache is wider than a head, its vectors end in zeros: wider queries, and it is read as it lies.
+    # Where the cache is wider than a head its vectors end in zeros; queries as wide read it as it lies.
     grouped = jnp.pad(grouped, [(0, 0)] * 3 + [(0, kv.width(cache) - head_dim)])
 
     def weigh(keys: Array, first: int | Array) -> Array:

@@ -73,7 +73,8 @@ def joined(text: str, complain: Callable[[str], None] | None = None) -> Iterator
         raise ValueError(f"the processes cannot find each other: {_first_line(error)}") from error
     index, count = jax.process_index(), jax.process_count()
     try:
-        yield index == 0
+        with _own_stdout():
+            yield index == 0
         jax.distributed.shutdown()
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -82,6 +83,20 @@ def joined(text: str, complain: Callable[[str], None] | None = None) -> Iterator
         # The usual way out would wait for the others, who wait for this one.
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Keeps standard output for Python: gloo tells of its connections there, and now does on standard error."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(own), "w", encoding="utf-8") as stdout, contextlib.redirect_stdout(stdout):
+            yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 def _tell(index: int, error: BaseException) -> str:
