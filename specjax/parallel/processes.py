@@ -87,7 +87,7 @@ def joined(text: str, complain: Callable[[str], None] | None = None) -> Iterator
 
 @contextlib.contextmanager
 def _own_stdout() -> Iterator[None]:
-    """Keeps standard output for Python: gloo tells of its connections there, and now does on standard error."""
+    """Keeps standard output for Python: what gloo tells of its connections goes to standard error."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
