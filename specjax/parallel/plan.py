@@ -9,6 +9,7 @@ compiler counts what is in a loop once.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -98,9 +99,16 @@ def devices_of(topology: str) -> Sequence[Any]:
     Raises:
       ValueError: libtpu is not installed, or knows no such topology.
     """
-    # Asked for a description only, libtpu still looks for a TPU; and for the metadata of a cloud machine.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # Asked for a description only, libtpu still looks for a TPU, and for the metadata of a cloud machine.
+    for name, value in (
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-8"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("TPU_STDERR_LOG_LEVEL", "3"),
+    ):
+        os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
     try:
@@ -323,10 +331,14 @@ class Costs:
 
 
 def costs(target: Shape, draft: Shape, placement: Placement, chip: Chip, batch: Batch) -> Costs:
-    """Compiles the forwards of a step."""
-    return Costs(
-        decode=forward(target, placement.target, chip, batch, 1),
-        verify=forward(target, placement.target, chip, batch, batch.num_draft_tokens + 1),
-        draft=forward(draft, placement.draft, chip, batch, 1),
-        num_draft_tokens=batch.num_draft_tokens,
-    )
+    """Compiles the forwards of a step, side by side."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        decode, verify, drafted = (
+            pool.submit(forward, shape, layout, chip, batch, num_tokens)
+            for shape, layout, num_tokens in (
+                (target, placement.target, 1),
+                (target, placement.target, batch.num_draft_tokens + 1),
+                (draft, placement.draft, 1),
+            )
+        )
+    return Costs(decode.result(), verify.result(), drafted.result(), batch.num_draft_tokens)

@@ -1,4 +1,4 @@
-"""Attention that reads a long cache by blocks is attention over all of it, and reads no further than needed."""
+"""Attention by blocks over a long cache is attention over all of it, and reads no further than needed."""
 
 import jax
 import jax.numpy as jnp
