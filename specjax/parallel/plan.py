@@ -147,9 +147,11 @@ class Step:
         """Builds both models, layers scanned, and the state of a sampled batch."""
         target_model, target_params = _lay(target, placement.target, target.num_layers, True)
         draft_model, draft_params = _lay(draft, placement.draft, draft.num_layers, True)
-        models = dict(target=target_model, drafter=ModelDrafter(draft_model, batch.num_draft_tokens))
+        models: dict[str, Any] = dict(
+            target=target_model, drafter=ModelDrafter(draft_model, batch.num_draft_tokens)
+        )
 
-        def rows(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
+        def rows(dtype: Any, *more: int) -> Any:
             return jax.ShapeDtypeStruct((batch.rows, *more), dtype)
 
         number = rows(jnp.int32)
@@ -218,7 +220,7 @@ def export_step(target: Shape, draft: Shape, batch: Batch, rule: Rule) -> bytes:
         return jax.tree.leaves(speculative_step(*arguments, rule=rule, **models))
 
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    return jax.export.export(jax.jit(run), platforms=["cpu", "cuda", "tpu"])(*plain).serialize()
+    return bytes(jax.export.export(jax.jit(run), platforms=["cpu", "cuda", "tpu"])(*plain).serialize())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,13 +269,9 @@ def _measure(
     tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
     tokens = place(tokens, layout.sharding(("rows", None), tokens.shape))
     arguments = params, tokens, cache, tokens
-    run = sharded_jit(
-        _apply,
-        shardings_of(arguments),
-        ModelOutput(None, None, shardings_of(cache)),
-        donate=(2,),
-        model=model,
-    )
+    none: Any = None  # wherever the compiler likes
+    results = ModelOutput(none, none, shardings_of(cache))
+    run = sharded_jit(_apply, shardings_of(arguments), results, donate=(2,), model=model)
     compiled = run.lower(*arguments).compile()
     text = compiled.as_text()
     exchanged = program.collectives(text)

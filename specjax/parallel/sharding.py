@@ -295,7 +295,7 @@ def sharded_jit(
     out_shardings: Any,
     donate: tuple[int, ...] = (),
     **static: Any,
-) -> Callable[..., Any]:
+) -> Any:
     """``jax.jit`` with explicit shardings; equal arguments give the same program.
 
     Args:
