@@ -64,8 +64,8 @@ def init_cache(
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     if stacked:
-        shape = (batch, num_kv_heads, num_layers, capacity, head_dim)
-        return KVCache(*(jnp.zeros(shape, dtype) for _ in range(2)))
+        whole = (batch, num_kv_heads, num_layers, capacity, head_dim)
+        return KVCache(*(jnp.zeros(whole, dtype) for _ in range(2)))
     shape = (batch, num_kv_heads, capacity, head_dim)
     return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2)))
 

@@ -112,7 +112,7 @@ def devices_of(topology: str) -> Sequence[Any]:
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        devices: Sequence[Any] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # whatever the plugin raises
         raise ValueError(
             f"no compiler for the topology {topology!r}: {str(error).splitlines()[0]} "

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax._src import distributed  # the store that processes share has no public name
@@ -101,7 +102,7 @@ def _own_stdout() -> Iterator[None]:
 
 def _tell(index: int, error: BaseException) -> str:
     """What ended this process: its own error, which the others are told of, or theirs."""
-    client = distributed.global_state.client
+    client: Any = distributed.global_state.client
     message = _first_line(error)
     broken = isinstance(error, jax.errors.JaxRuntimeError)
     if broken:  # an exchange with another process, most likely
