@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from specjax.parallel.sharding import make_placement
     from specjax.verify import RULES
 
-    _cli.start()
     begin = time.perf_counter()
     with _cli.blame_input():
         target, draft = _shape(config.target), _shape(config.draft)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import persistent_cache_min_compile_time_secs  # public only for all threads at once
 
 from specjax.decode import speculative_step, start
 from specjax.drafters import ModelDrafter
@@ -194,14 +195,21 @@ def compile_step(step: Step, rule: Rule) -> Any:
         rule=rule,
         **step.models,
     )
-    return run.lower(*step.arguments).compile()
+    return _compile(run.lower(*step.arguments))
 
 
 def compile_start(step: Step) -> Any:
     """Compiles the reading of the prompts."""
     arguments = step.target_params, step.draft_params, *step.prompts
     run = sharded_jit(start, shardings_of(arguments), shardings_of(step.state), **step.models)
-    return run.lower(*arguments).compile()
+    return _compile(run.lower(*arguments))
+
+
+def _compile(lowered: Any) -> Any:
+    # A program for absent devices can't be read back from the cache of programs: it must not get there. The
+    # option is this thread's alone where it is set so.
+    with persistent_cache_min_compile_time_secs(float("inf")):
+        return lowered.compile()
 
 
 def export_step(target: Shape, draft: Shape, batch: Batch, rule: Rule) -> bytes:
@@ -272,7 +280,7 @@ def _measure(
     none: Any = None  # wherever the compiler likes
     results = ModelOutput(none, none, shardings_of(cache))
     run = sharded_jit(_apply, shardings_of(arguments), results, donate=(2,), model=model)
-    compiled = run.lower(*arguments).compile()
+    compiled = _compile(run.lower(*arguments))
     text = compiled.as_text()
     exchanged = program.collectives(text)
     moved = sum(collective.num_bytes for collective in exchanged)
