@@ -109,6 +109,8 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
     # The queries that read one key-value head form one matrix, and the cache is used as it lies.
     grouped = queries.reshape(rows, tokens, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, groups * tokens, head_dim)
+    # Where the cache is wider than a head its vectors end in zeros; queries as wide read it as it lies.
+    grouped = jnp.pad(grouped, [(0, 0)] * 3 + [(0, kv.width(cache) - head_dim)])
 
     def weigh(keys: Array, first: int | Array) -> Array:
         scores = jnp.einsum("bkqd,bksd->bkqs", grouped, keys, preferred_element_type=jnp.float32)
@@ -140,7 +142,7 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
         start = (column + jnp.finfo(jnp.float32).min, column, jnp.zeros(grouped.shape, jnp.float32))
         _, total, mixed = jax.lax.fori_loop(0, num_blocks, read_block, start)
         mixed = mixed / total
-    mixed = mixed.reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
+    mixed = mixed[..., :head_dim].reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads * head_dim).astype(queries.dtype)
 
 

@@ -18,11 +18,18 @@ from specjax.types import Array, ModelOutput
 
 __all__ = ["Transformer", "init_cache"]
 
+_LANES = 128
+
 
 def init_cache(cfg: ModelConfig, batch: int, capacity: int) -> kv.KVCache:
-    """Makes an empty cache for ``batch`` rows of ``capacity`` positions, laid out as the layers need it."""
+    """Makes an empty cache for ``batch`` rows of ``capacity`` positions, laid out as the layers need it.
+
+    Scanned layers are for accelerators: their cache holds vectors as wide as a TPU's registers, which it
+    would fill up to that width in any case. Said openly, it writes them in place.
+    """
+    width = -(-cfg.head_dim // _LANES) * _LANES if cfg.scan_layers else cfg.head_dim
     return kv.init_cache(
-        cfg.num_layers, batch, cfg.num_kv_heads, capacity, cfg.head_dim, cfg.dtype, stacked=cfg.scan_layers
+        cfg.num_layers, batch, cfg.num_kv_heads, capacity, width, cfg.dtype, stacked=cfg.scan_layers
     )
 
 

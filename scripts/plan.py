@@ -50,7 +50,7 @@ class Config:
     json: Path | None = None
     """Also write the figures here."""
     plot: Path | None = None
-    """Also draw tokens a second against acceptance (.png or .svg; needs matplotlib)."""
+    """Also draw the speed-up against acceptance, as SVG (needs the extra notebooks); 5 --rows at most."""
     export: Path | None = None
     """Also write the step as a portable jax.export artifact, for one device of any kind."""
 
@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from specjax.parallel.sharding import make_placement
     from specjax.verify import RULES
 
-    _cli.start()
     begin = time.perf_counter()
     with _cli.blame_input():
         target, draft = _shape(config.target), _shape(config.draft)
@@ -114,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.export.write_bytes(artifact)
             print(f"{config.export}: the step for cpu, cuda and tpu, {len(artifact) / 1e6:.1f} MB")
         if config.plot:
-            _draw(config, figures)
+            config.plot.write_text(_draw(config, figures), encoding="utf-8")
     return 0 if figures["fits"] else 1
 
 
@@ -261,24 +260,23 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _draw(config: Config, figures: dict[str, Any]) -> None:
-    import matplotlib
+def _draw(config: Config, figures: dict[str, Any]) -> str:
+    """Tokens a second over plain decoding's, by acceptance, a curve for each number of rows."""
+    from specjax.plot import lines
+    from specjax.plot.style import svg
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    def draw(axis: Any) -> None:
+        curves = {
+            f"{rows} rows": [
+                value / row["plain_tokens_a_second"] for value in row["tokens_a_second"].values()
+            ]
+            for rows, row in figures["rows"].items()
+        }
+        lines(axis, config.acceptance, curves, markers=True)
+        axis.axhline(1, linewidth=1, linestyle=":")
+        axis.set(xlabel="acceptance", ylabel="times as fast as plain decoding, estimated", ylim=(0, None))
 
-    figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for index, (rows, row) in enumerate(figures["rows"].items()):
-        axis.plot(
-            config.acceptance, list(row["tokens_a_second"].values()), color=f"C{index}", label=f"{rows} rows"
-        )
-        axis.axhline(row["plain_tokens_a_second"], color=f"C{index}", linestyle=":")
-    axis.set(xlabel="acceptance", ylabel="tokens a second (dotted: plain decoding)", ylim=(0, None))
-    axis.set_title(
-        f"{config.target}, {config.draft}, {config.topology}: the compiler's estimates", fontsize=9
-    )
-    axis.legend()
-    figure.savefig(config.plot)
+    return svg(draw, width=7, height=4)
 
 
 if __name__ == "__main__":

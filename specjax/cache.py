@@ -8,7 +8,7 @@ share of the softmax.
 
 Two layouts, one behaviour. Unrolled layers keep an array a layer, since XLA would copy a layer out of a
 stacked array each time it is read; scanned layers need the stacked one, and carry it through the scan.
-In both the slots of one head lie together, ``[.., KV, S, Dh]``, which attention reads as it stands.
+In both the rows come first, and the slots of one head lie together, which attention reads as they stand.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import jax.numpy as jnp
 
 from specjax.types import Array, pytree
 
-__all__ = ["KVCache", "capacity", "init_cache", "mask", "num_heads", "read", "write"]
+__all__ = ["KVCache", "capacity", "init_cache", "mask", "num_heads", "read", "width", "write"]
 
 
 @pytree
 class KVCache:
     """Keys (already rotated) and values of ``S`` positions a row."""
 
-    keys: Array | tuple[Array, ...]  # L arrays [B, KV, S, Dh], or one [L, B, KV, S, Dh]
+    keys: Array | tuple[Array, ...]  # L arrays [B, KV, S, Dh], or one [B, KV, L, S, Dh]
     values: Array | tuple[Array, ...]  # laid out as the keys
 
 
@@ -63,9 +63,10 @@ def init_cache(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
-    shape = (batch, num_kv_heads, capacity, head_dim)
     if stacked:
-        return KVCache(*(jnp.zeros((num_layers, *shape), dtype) for _ in range(2)))
+        whole = (batch, num_kv_heads, num_layers, capacity, head_dim)
+        return KVCache(*(jnp.zeros(whole, dtype) for _ in range(2)))
+    shape = (batch, num_kv_heads, capacity, head_dim)
     return KVCache(*(tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)) for _ in range(2)))
 
 
@@ -74,9 +75,14 @@ def capacity(cache: KVCache) -> int:
     return jax.tree.leaves(cache)[0].shape[-2]
 
 
+def width(cache: KVCache) -> int:
+    """Returns Dh, the width of a key as it is stored."""
+    return jax.tree.leaves(cache)[0].shape[-1]
+
+
 def num_heads(cache: KVCache) -> int:
     """Returns KV, the number of key-value heads."""
-    return jax.tree.leaves(cache)[0].shape[-3]
+    return jax.tree.leaves(cache)[0].shape[1]
 
 
 def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positions: Array) -> KVCache:
@@ -88,8 +94,8 @@ def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positi
     Args:
       cache: with layers of [B, KV, S, Dh].
       layer: which layer; a traced index only where the cache is stacked.
-      keys: [B, T, KV, Dh].
-      values: [B, T, KV, Dh].
+      keys: [B, T, KV, Dh], or narrower: zeros fill them up.
+      values: [B, T, KV, Dh], likewise.
       positions: [B, T] int32 >= 0; those >= S are dropped.
 
     Returns:
@@ -114,22 +120,22 @@ def write(cache: KVCache, layer: int | Array, keys: Array, values: Array, positi
 
 
 def _scatter(buffer: Array, block: Array, place: Array) -> Array:
-    """Puts ``block`` [B, T, KV, Dh] into [.., B, KV, S, Dh] at ``place`` [B, T, 1 or 2]: the layer, the slot.
+    """Puts ``block`` [B, T, KV, Dh] into [B, KV, .., S, Dh] at ``place`` [B, T, 1 or 2]: the layer, the slot.
 
     Rows and heads are batch dimensions of the scatter, not indices and windows. So what lies on several
-    devices stays there; and on a TPU, whose own scatter puts single vectors, the cache needn't be laid
-    out anew around it.
+    devices stays there; and a TPU, whose own scatter puts single vectors of a matrix, can see the cache as
+    one, all dimensions but the last being counted through in their order.
     """
-    rows, heads, slots = range(buffer.ndim - 4, buffer.ndim - 1)
-    indexed = (*range(rows), slots)
+    indexed = tuple(range(2, buffer.ndim - 1))
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(3,),
         inserted_window_dims=indexed,
         scatter_dims_to_operand_dims=indexed,
-        operand_batching_dims=(rows, heads),
+        operand_batching_dims=(0, 1),
         scatter_indices_batching_dims=(0, 1),
     )
     vectors = block.swapaxes(1, 2).astype(buffer.dtype)  # [B, KV, T, Dh]
+    vectors = jnp.pad(vectors, [(0, 0)] * 3 + [(0, buffer.shape[-1] - block.shape[-1])])
     place = jnp.broadcast_to(place[:, None], (*vectors.shape[:3], place.shape[-1]))
     drop = jax.lax.GatherScatterMode.FILL_OR_DROP
     return jax.lax.scatter(buffer, place, vectors, numbers, mode=drop)
@@ -153,10 +159,10 @@ def read(
             slots = buffer[layer]
             return slots if count is None else jax.lax.dynamic_slice_in_dim(slots, first, count, axis=2)
         if count is None:
-            return jax.lax.dynamic_index_in_dim(buffer, layer, keepdims=False)
+            return jax.lax.dynamic_index_in_dim(buffer, layer, axis=2, keepdims=False)
         # One slice, not one of another: a program that takes the layer first may copy it whole.
-        sizes = (1, *buffer.shape[1:3], count, buffer.shape[4])
-        return jax.lax.dynamic_slice(buffer, (layer, 0, 0, first, 0), sizes)[0]
+        sizes = (*buffer.shape[:2], 1, count, buffer.shape[4])
+        return jax.lax.dynamic_slice(buffer, (0, 0, layer, first, 0), sizes)[:, :, 0]
 
     return get(cache.keys), get(cache.values)
 

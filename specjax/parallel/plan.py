@@ -9,6 +9,7 @@ compiler counts what is in a loop once.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import persistent_cache_min_compile_time_secs  # public only for all threads at once
 
 from specjax.decode import speculative_step, start
 from specjax.drafters import ModelDrafter
@@ -30,6 +32,7 @@ from specjax.parallel.sharding import (
     place,
     sharded_jit,
     shardings_of,
+    state_shardings,
 )
 from specjax.theory import best_num_draft_tokens, expected_tokens, speedup
 from specjax.types import Context, DecodeState, ModelOutput, Params, Rule, SamplingParams
@@ -97,13 +100,20 @@ def devices_of(topology: str) -> Sequence[Any]:
     Raises:
       ValueError: libtpu is not installed, or knows no such topology.
     """
-    # Asked for a description only, libtpu still looks for a TPU; and for the metadata of a cloud machine.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # Asked for a description only, libtpu still looks for a TPU, and for the metadata of a cloud machine.
+    for name, value in (
+        ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+        ("TPU_SKIP_MDS_QUERY", "1"),
+        ("TPU_ACCELERATOR_TYPE", "v5litepod-8"),
+        ("TPU_WORKER_HOSTNAMES", "localhost"),
+        ("TPU_MIN_LOG_LEVEL", "3"),
+        ("TPU_STDERR_LOG_LEVEL", "3"),
+    ):
+        os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
     try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        devices: Sequence[Any] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # whatever the plugin raises
         raise ValueError(
             f"no compiler for the topology {topology!r}: {str(error).splitlines()[0]} "
@@ -138,9 +148,11 @@ class Step:
         """Builds both models, layers scanned, and the state of a sampled batch."""
         target_model, target_params = _lay(target, placement.target, target.num_layers, True)
         draft_model, draft_params = _lay(draft, placement.draft, draft.num_layers, True)
-        models = dict(target=target_model, drafter=ModelDrafter(draft_model, batch.num_draft_tokens))
+        models: dict[str, Any] = dict(
+            target=target_model, drafter=ModelDrafter(draft_model, batch.num_draft_tokens)
+        )
 
-        def rows(dtype: Any, *more: int) -> jax.ShapeDtypeStruct:
+        def rows(dtype: Any, *more: int) -> Any:
             return jax.ShapeDtypeStruct((batch.rows, *more), dtype)
 
         number = rows(jnp.int32)
@@ -183,14 +195,21 @@ def compile_step(step: Step, rule: Rule) -> Any:
         rule=rule,
         **step.models,
     )
-    return run.lower(*step.arguments).compile()
+    return _compile(run.lower(*step.arguments))
 
 
 def compile_start(step: Step) -> Any:
     """Compiles the reading of the prompts."""
     arguments = step.target_params, step.draft_params, *step.prompts
     run = sharded_jit(start, shardings_of(arguments), shardings_of(step.state), **step.models)
-    return run.lower(*arguments).compile()
+    return _compile(run.lower(*arguments))
+
+
+def _compile(lowered: Any) -> Any:
+    # A program for absent devices can't be read back from the cache of programs: it must not get there. The
+    # option is this thread's alone where it is set so.
+    with persistent_cache_min_compile_time_secs(float("inf")):
+        return lowered.compile()
 
 
 def export_step(target: Shape, draft: Shape, batch: Batch, rule: Rule) -> bytes:
@@ -209,7 +228,7 @@ def export_step(target: Shape, draft: Shape, batch: Batch, rule: Rule) -> bytes:
         return jax.tree.leaves(speculative_step(*arguments, rule=rule, **models))
 
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    return jax.export.export(jax.jit(run), platforms=["cpu", "cuda", "tpu"])(*plain).serialize()
+    return bytes(jax.export.export(jax.jit(run), platforms=["cpu", "cuda", "tpu"])(*plain).serialize())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +254,7 @@ def forward(shape: Shape, layout: Layout, chip: Chip, batch: Batch, num_tokens: 
     flops, cycles, count, moved = one - layer + shape.num_layers * (layer + slot * (batch.live - 256))
     model, params = _lay(shape, layout, shape.num_layers, True)
     cache = jax.eval_shape(lambda: model.model.init_cache(batch.rows, batch.live))
-    names = ("rows", "kv_heads", None, None)
-    cache = place(cache, jax.tree.map(lambda x: layout.sharding(names, x.shape), cache))
+    cache = place(cache, state_shardings(layout, cache))
     # An embedding that isn't the head too is looked up, not read.
     read = {name: part for name, part in params.items() if name != "embedding" or "head" not in params}
     bytes_read = _bytes_a_device(read) + _bytes_a_device(cache)
@@ -255,19 +273,14 @@ def _measure(
     """Flops, cycles, number and bytes of the exchanges of a shallow forward."""
     model, params = _lay(shape, layout, num_layers, False)
     cache = jax.eval_shape(lambda: model.model.init_cache(rows, slots))
-    names = ("rows", "kv_heads", None, None)
-    cache = place(cache, jax.tree.map(lambda x: layout.sharding(names, x.shape), cache))
+    cache = place(cache, state_shardings(layout, cache))
     tokens = jax.ShapeDtypeStruct((rows, num_tokens), jnp.int32)
     tokens = place(tokens, layout.sharding(("rows", None), tokens.shape))
     arguments = params, tokens, cache, tokens
-    run = sharded_jit(
-        _apply,
-        shardings_of(arguments),
-        ModelOutput(None, None, shardings_of(cache)),
-        donate=(2,),
-        model=model,
-    )
-    compiled = run.lower(*arguments).compile()
+    none: Any = None  # wherever the compiler likes
+    results = ModelOutput(none, none, shardings_of(cache))
+    run = sharded_jit(_apply, shardings_of(arguments), results, donate=(2,), model=model)
+    compiled = _compile(run.lower(*arguments))
     text = compiled.as_text()
     exchanged = program.collectives(text)
     moved = sum(collective.num_bytes for collective in exchanged)
@@ -324,10 +337,14 @@ class Costs:
 
 
 def costs(target: Shape, draft: Shape, placement: Placement, chip: Chip, batch: Batch) -> Costs:
-    """Compiles the forwards of a step."""
-    return Costs(
-        decode=forward(target, placement.target, chip, batch, 1),
-        verify=forward(target, placement.target, chip, batch, batch.num_draft_tokens + 1),
-        draft=forward(draft, placement.draft, chip, batch, 1),
-        num_draft_tokens=batch.num_draft_tokens,
-    )
+    """Compiles the forwards of a step, side by side."""
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        decode, verify, drafted = (
+            pool.submit(forward, shape, layout, chip, batch, num_tokens)
+            for shape, layout, num_tokens in (
+                (target, placement.target, 1),
+                (target, placement.target, batch.num_draft_tokens + 1),
+                (draft, placement.draft, 1),
+            )
+        )
+    return Costs(decode.result(), verify.result(), drafted.result(), batch.num_draft_tokens)

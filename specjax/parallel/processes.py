@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax._src import distributed  # the store that processes share has no public name
@@ -73,7 +74,8 @@ def joined(text: str, complain: Callable[[str], None] | None = None) -> Iterator
         raise ValueError(f"the processes cannot find each other: {_first_line(error)}") from error
     index, count = jax.process_index(), jax.process_count()
     try:
-        yield index == 0
+        with _own_stdout():
+            yield index == 0
         jax.distributed.shutdown()
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -84,9 +86,23 @@ def joined(text: str, complain: Callable[[str], None] | None = None) -> Iterator
         os._exit(getattr(error, "exit_code", 1))
 
 
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Keeps standard output for Python: what gloo tells of its connections goes to standard error."""
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(own), "w", encoding="utf-8") as stdout, contextlib.redirect_stdout(stdout):
+            yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
+
+
 def _tell(index: int, error: BaseException) -> str:
     """What ended this process: its own error, which the others are told of, or theirs."""
-    client = distributed.global_state.client
+    client: Any = distributed.global_state.client
     message = _first_line(error)
     broken = isinstance(error, jax.errors.JaxRuntimeError)
     if broken:  # an exchange with another process, most likely

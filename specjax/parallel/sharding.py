@@ -49,6 +49,7 @@ __all__ = [
     "shard",
     "sharded_jit",
     "shardings_of",
+    "state_shardings",
 ]
 
 T = TypeVar("T")
@@ -57,8 +58,8 @@ Names = tuple[str | None, ...]
 
 SPREAD = ("kv_heads", "heads", "mlp", "vocab")
 """The names that are spread over the ways of a model."""
-CACHE: Names = ("rows", "kv_heads", None, None)
-"""Of a :class:`~specjax.cache.KVCache`'s buffers."""
+CACHE = ("rows", "kv_heads")
+"""Of the first dimensions of a :class:`~specjax.cache.KVCache`'s buffers."""
 
 _ACTIVE: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("specjax_layout", default=None)
 
@@ -125,7 +126,7 @@ class ShardedModel:
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache, spread from the start: no device ever holds it whole."""
         cache = self.model.init_cache(batch, capacity)
-        return jax.lax.with_sharding_constraint(cache, _state_shardings(self.layout, cache))
+        return jax.lax.with_sharding_constraint(cache, state_shardings(self.layout, cache))
 
     def apply(self, params: Params, tokens: Array, cache: Cache, positions: Array) -> ModelOutput:
         """The model's own, with :func:`shard` at work."""
@@ -187,16 +188,21 @@ class Placement:
     def state(self, state: DecodeState) -> DecodeState:
         """The shardings of a state or its ``jax.ShapeDtypeStruct``: rows over ``data``, caches by name."""
         return dataclasses.replace(
-            _state_shardings(self.target, dataclasses.replace(state, draft_state=None)),
-            draft_state=_state_shardings(self.draft, state.draft_state),
+            state_shardings(self.target, dataclasses.replace(state, draft_state=None)),
+            draft_state=state_shardings(self.draft, state.draft_state),
         )
 
 
-def _state_shardings(layout: Layout, tree: Any) -> Any:
+def state_shardings(layout: Layout, tree: Any) -> Any:
+    """The shardings of what has the rows first: caches by name, all else by its rows alone."""
+
     def of(x: Any) -> Any:
         if isinstance(x, KVCache):
-            return jax.tree.map(lambda buffer: layout.sharding(CACHE, buffer.shape), x)
-        return layout.sharding(("rows", *(None,) * (x.ndim - 1)), x.shape)
+            return jax.tree.map(lambda buffer: first(buffer, *CACHE), x)
+        return first(x, "rows")
+
+    def first(x: Any, *names: str) -> NamedSharding:
+        return layout.sharding(names + (None,) * (x.ndim - len(names)), x.shape)
 
     return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, KVCache))
 
@@ -289,7 +295,7 @@ def sharded_jit(
     out_shardings: Any,
     donate: tuple[int, ...] = (),
     **static: Any,
-) -> Callable[..., Any]:
+) -> Any:
     """``jax.jit`` with explicit shardings; equal arguments give the same program.
 
     Args:

@@ -39,6 +39,8 @@ def stop(processes):
     for process in processes:
         process.kill()
         process.wait()
+        process.stdout.close()
+        process.stderr.close()
 
 
 @pytest.fixture
