@@ -60,7 +60,7 @@ def palette(axis: Axes) -> Palette:
     return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else _LIGHT
 
 
-def style(theme: Theme = "light") -> dict[str, Any]:
+def style(theme: Theme = "light") -> dict[Any, Any]:
     """Settings for ``matplotlib.rcParams`` or ``matplotlib.rc_context``.
 
     Args:
