@@ -262,23 +262,19 @@ def _yes(value: bool) -> str:
 
 
 def _draw(config: Config, figures: dict[str, Any]) -> None:
-    import matplotlib
+    from specjax import plot
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    rates = {f"{rows} rows": list(row["tokens_a_second"].values()) for rows, row in figures["rows"].items()}
+    plain = {f"{rows} rows": row["plain_tokens_a_second"] for rows, row in figures["rows"].items()}
 
-    figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for index, (rows, row) in enumerate(figures["rows"].items()):
-        axis.plot(
-            config.acceptance, list(row["tokens_a_second"].values()), color=f"C{index}", label=f"{rows} rows"
+    def draw(axis: Any) -> None:
+        plot.planned_throughput(axis, config.acceptance, rates, plain)
+        axis.set_title(
+            f"{config.target}, {config.draft}, {config.topology}: the compiler's estimates", fontsize=9
         )
-        axis.axhline(row["plain_tokens_a_second"], color=f"C{index}", linestyle=":")
-    axis.set(xlabel="acceptance", ylabel="tokens a second (dotted: plain decoding)", ylim=(0, None))
-    axis.set_title(
-        f"{config.target}, {config.draft}, {config.topology}: the compiler's estimates", fontsize=9
-    )
-    axis.legend()
-    figure.savefig(config.plot)
+
+    assert config.plot is not None
+    plot.save(config.plot, draw, width=6, height=4)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
-import json
 import re
 import shlex
 import subprocess
@@ -30,6 +30,17 @@ SHORTER = {
     "batch": ["--max-tokens", "8", "--slots", "4", "--capacity", "256"],
     "audit": ["--num-prompts", "2", "--max-tokens", "8", "--batch-size", "2", "--checks", "greedy"],
     "bench": ["--per-task", "1", "--runs", "1", "--max-tokens", "24"],
+    # Whole models take minutes to compile, and the TPU's compiler must be there.
+    "plan": [
+        "--target",
+        "target.gguf",
+        "--draft",
+        "draft.gguf",
+        "--topology",
+        "v5e:2x2",
+        "--capacity",
+        "512",
+    ],
     "bench-rule": ["--vocab-size", "64", "--batch-size", "2", "--runs", "1"],
 }
 
@@ -97,6 +108,10 @@ def run_command(words, source, sink):
         job, options = rest[0], list(rest[1:])
         if job in ("generate", "audit", "bench", "batch") and "--model" not in options:
             options += ["--model", "smollm2.gguf"]
+        if job == "plan" and importlib.util.find_spec("libtpu") is None:
+            options += ["--rows", "0"]  # refused once it is read
+            assert specjax_command.main([job, *options]) == 2
+            return
         with contextlib.redirect_stdout(sink), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", source)
             assert specjax_command.main([job, *options, *SHORTER.get(job, [])]) == 0
@@ -164,7 +179,7 @@ def test_every_json_line_is_a_request(page):
     for kind, text in blocks(page):
         if kind == "json":
             for line in text.splitlines():
-                assert parse_request(json.dumps(json.loads(line)))
+                assert parse_request(line, name="line-1", model="smollm2")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -185,7 +200,7 @@ def test_every_link_leads_somewhere(page):
 OPTION = re.compile(r"`(--[a-z][\w-]*)`")
 
 
-@pytest.mark.parametrize("job", ["generate", "batch", "audit", "bench"])
+@pytest.mark.parametrize("job", ["generate", "batch", "audit", "bench", "plan"])
 def test_a_jobs_page_has_its_options_and_no_other(job, capsys):
     with contextlib.suppress(SystemExit):
         specjax_command.main([job, "--help"])
@@ -195,7 +210,9 @@ def test_a_jobs_page_has_its_options_and_no_other(job, capsys):
     named = set(OPTION.findall((ROOT / "docs" / f"{job}.md").read_text("utf-8")))
     named = {option for option in named if not option.startswith("--no-")}
     shared = (
-        set() if job == "generate" else set(OPTION.findall((ROOT / "docs/generate.md").read_text("utf-8")))
+        set()
+        if job in ("generate", "plan")
+        else set(OPTION.findall((ROOT / "docs/generate.md").read_text("utf-8")))
     )
     assert named - known == set(), "options that the job hasn't got"
     assert known - named - shared == set(), "options that the page leaves out"
