@@ -43,6 +43,8 @@ def still(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     }
     for cell in notebook.cells:
         cell.metadata = {}
+        if cell.cell_type == "code":  # a slow machine remarks on how long it compiles
+            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
         for output in cell.get("outputs", ()):
             output.get("data", {}).pop(WIDGET, None)
             if "metadata" in output:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
-import json
 import re
 import shlex
 import subprocess
@@ -34,6 +34,17 @@ SHORTER = {
         *["--batch", "2", "--steps", "2", "--passes", "1", "--held-out", "0.3", "--per-task", "0"],
     ],
     "bench": ["--per-task", "1", "--runs", "1", "--max-tokens", "24"],
+    # Whole models take minutes to compile, and the TPU's compiler must be there.
+    "plan": [
+        "--target",
+        "target.gguf",
+        "--draft",
+        "draft.gguf",
+        "--topology",
+        "v5e:2x2",
+        "--capacity",
+        "512",
+    ],
     "bench-rule": ["--vocab-size", "64", "--batch-size", "2", "--runs", "1"],
 }
 
@@ -47,10 +58,11 @@ def blocks(page):
 
 
 def commands():
-    """Every line of every shell block, with where it stands and what its page ran before it."""
+    """Every line of every shell block without its comment, and the page that it stands on."""
     for page in PAGES:
         lines = [line for kind, text in blocks(page) if kind == "sh" for line in text.splitlines()]
-        yield from ((page.name, line.strip()) for line in lines if line.split("#")[0].strip())
+        commands = (line.split(" #")[0].strip() for line in lines if not line.startswith("#"))
+        yield from ((page.name, command) for command in commands if command)
 
 
 def test_every_block_is_of_a_kind_that_is_run_here():
@@ -101,6 +113,10 @@ def run_command(words, source, sink):
         job, options = rest[0], list(rest[1:])
         if job in ("generate", "audit", "bench", "batch") and "--model" not in options:
             options += ["--model", "smollm2.gguf"]
+        if job == "plan" and importlib.util.find_spec("libtpu") is None:
+            options += ["--rows", "0"]  # refused once it is read
+            assert specjax_command.main([job, *options]) == 2
+            return
         with contextlib.redirect_stdout(sink), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", source)
             assert specjax_command.main([job, *options, *SHORTER.get(job, [])]) == 0
@@ -124,7 +140,7 @@ def check_pip(words):
 def run_line(line, folder):
     """Runs one line of a shell block: commands joined by && or |, output into a file by >."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&>")
-    lexer.whitespace_split, lexer.commenters = True, "#"
+    lexer.whitespace_split = True
     source, sink, words = io.StringIO(), io.StringIO(), []
     tokens = [*lexer, "&&"]
     while tokens:
@@ -148,7 +164,8 @@ def run_line(line, folder):
 def test_every_command_runs(page, house, capsys):
     for name, line in commands():
         # What takes longest is run on one page only; nothing else reads what it leaves.
-        if name == page.name and not (line.startswith(("specjax audit", "specjax bench")) and line in RUN):
+        known = line.startswith(("specjax audit", "specjax bench")) and line in RUN
+        if name == page.name and not known:
             run_line(line, house)
             RUN.add(line)
 
@@ -167,7 +184,7 @@ def test_every_json_line_is_a_request(page):
     for kind, text in blocks(page):
         if kind == "json":
             for line in text.splitlines():
-                assert parse_request(json.dumps(json.loads(line)))
+                assert parse_request(line, name="line-1", model="smollm2")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -198,7 +215,23 @@ def test_a_jobs_page_has_its_options_and_no_other(job, capsys):
     named = set(OPTION.findall((ROOT / "docs" / f"{job}.md").read_text("utf-8")))
     named = {option for option in named if not option.startswith("--no-")}
     shared = (
-        set() if job == "generate" else set(OPTION.findall((ROOT / "docs/generate.md").read_text("utf-8")))
+        set()
+        if job in ("generate", "plan")
+        else set(OPTION.findall((ROOT / "docs/generate.md").read_text("utf-8")))
     )
     assert named - known == set(), "options that the job hasn't got"
     assert known - named - shared == set(), "options that the page leaves out"
+
+
+@pytest.mark.slow
+def test_the_reference_has_a_page_for_every_room(tmp_path):
+    pytest.importorskip("pdoc")
+    recipe = re.search(r"\$\(BIN\)/pdoc (.*)", (ROOT / "Makefile").read_text())[1]
+    words = recipe.replace("build/docs", str(tmp_path)).split()
+    subprocess.run([sys.executable, "-m", "pdoc", *words], check=True, cwd=ROOT, capture_output=True)
+    for file in (ROOT / "specjax").rglob("*.py"):
+        page = file.relative_to(ROOT).with_suffix("")
+        page = page.parent if page.name == "__init__" else page
+        if page != Path("specjax"):
+            assert (tmp_path / page).with_suffix(".html").exists()
+    assert "Accepts d_i while" in (tmp_path / "specjax" / "verify.html").read_text()

@@ -40,7 +40,11 @@ def test_the_wheel_holds_every_module_under_one_name(wheel):
         for folder in ("specjax", "models", "scripts")
         for file in (ROOT / folder).rglob("*.py")
     }
-    assert installed >= tree | {"specjax/py.typed"}  # a new folder has to be named in pyproject.toml
+    assert installed >= tree | {
+        "specjax/py.typed",
+        "specjax/trace/page.css",
+        "specjax/trace/page.js",
+    }  # a new folder has to be named in pyproject.toml
 
 
 @pytest.mark.slow

@@ -44,6 +44,9 @@ DRAWINGS = {
     "throughput": lambda axis: plot.throughput(axis, [0, 1, 2.5, 3], [0, 100, 300, 310]),
     "acceptance_by_position": lambda axis: plot.acceptance_by_position(axis, [0.8, 0.6, np.nan]),
     "acceptance_histogram": lambda axis: plot.acceptance_histogram(axis, [10, 5, 30]),
+    "planned_throughput": lambda axis: plot.planned_throughput(
+        axis, [0.5, 0.9], {"8 rows": [100, 250]}, {"8 rows": 90}
+    ),
     "drafted_tokens": lambda axis: plot.drafted_tokens(axis, [0, 1, 2], [3, 0, 5]),
 }
 
@@ -59,7 +62,7 @@ def draw(name, theme="light", size=(4.5, 3)):
 
 
 def test_every_figure_is_drawn_here():
-    helpers = {"Palette", "palette", "sliders", "style", "svg"}
+    helpers = {"Palette", "palette", "save", "sliders", "style", "svg"}
     assert set(DRAWINGS) == set(plot.__all__) - helpers
 
 
@@ -187,13 +190,15 @@ def test_the_best_k_is_marked():
     assert mark.get_xdata()[0] == 3
 
 
-def test_a_page_gets_an_element_in_its_own_colours():
+def test_a_page_gets_an_element_in_its_own_colours(tmp_path):
     for theme, colours in (("light", _LIGHT), ("dark", _DARK)):
         element = plot.svg(DRAWINGS["acceptance_histogram"], theme=theme)
         assert element.startswith("<svg")
         assert element.rstrip().endswith("</svg>")
         assert colours.paper in element
         assert colours.accepted in element
+    plot.save(tmp_path / "picture.png", DRAWINGS["throughput"])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert matplotlib.rcParams["figure.facecolor"] == matplotlib.rcParamsDefault["figure.facecolor"]
 
 

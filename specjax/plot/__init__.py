@@ -15,9 +15,15 @@ from specjax.plot.position import (
     stacked,
     whole_step,
 )
-from specjax.plot.reports import acceptance_by_position, acceptance_histogram, drafted_tokens, throughput
+from specjax.plot.reports import (
+    acceptance_by_position,
+    acceptance_histogram,
+    drafted_tokens,
+    planned_throughput,
+    throughput,
+)
 from specjax.plot.sliders import sliders
-from specjax.plot.style import Palette, palette, style, svg
+from specjax.plot.style import Palette, palette, save, style, svg
 
 __all__ = [
     "Palette",
@@ -31,7 +37,9 @@ __all__ = [
     "lines",
     "over_and_under",
     "palette",
+    "planned_throughput",
     "rescaled",
+    "save",
     "sliders",
     "speedups",
     "stacked",

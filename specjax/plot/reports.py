@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
+from specjax.plot.curves import lines
 from specjax.plot.style import palette
 
-__all__ = ["acceptance_by_position", "acceptance_histogram", "drafted_tokens", "throughput"]
+__all__ = [
+    "acceptance_by_position",
+    "acceptance_histogram",
+    "drafted_tokens",
+    "planned_throughput",
+    "throughput",
+]
 
 
 def throughput(axis: Axes, seconds: ArrayLike, tokens: ArrayLike) -> None:
@@ -91,3 +98,21 @@ def drafted_tokens(axis: Axes, seconds: ArrayLike, num_draft_tokens: ArrayLike) 
     axis.set(xlabel="seconds", ylabel="K, drafted tokens a step")
     axis.set_ylim(-0.3, float(np.max(np.asarray(num_draft_tokens), initial=0)) + 0.7)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def planned_throughput(
+    axis: Axes, acceptance: ArrayLike, rates: Mapping[str, ArrayLike], plain: Mapping[str, float]
+) -> None:
+    """Draws the tokens a second that are expected for each acceptance, over those of plain decoding.
+
+    Args:
+      axis: to draw on.
+      acceptance: [N] in [0, 1].
+      rates: names to tokens a second [N], five at most.
+      plain: the same names to tokens a second of plain decoding, drawn dotted.
+    """
+    lines(axis, acceptance, rates)
+    for name, colour in zip(rates, palette(axis).series, strict=False):
+        axis.axhline(plain[name], color=colour, linewidth=1.2, linestyle=":")
+    axis.set(xlabel="acceptance", ylabel="tokens/s (dotted: plain)")
+    axis.set_ylim(bottom=0)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-__all__ = ["Palette", "palette", "style", "svg"]
+__all__ = ["Palette", "palette", "save", "style", "svg"]
 
 Theme = Literal["light", "dark"]
 
@@ -60,7 +61,7 @@ def palette(axis: Axes) -> Palette:
     return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else _LIGHT
 
 
-def style(theme: Theme = "light") -> dict[str, Any]:
+def style(theme: Theme = "light") -> dict[Any, Any]:
     """Settings for ``matplotlib.rcParams`` or ``matplotlib.rc_context``.
 
     Args:
@@ -99,21 +100,37 @@ def style(theme: Theme = "light") -> dict[str, Any]:
     }
 
 
-def svg(draw: Callable[[Axes], None], *, width: float = 9, height: float = 3, theme: Theme = "light") -> str:
-    """A figure as an element for an HTML page.
+def save(
+    path: Path | IO[str],
+    draw: Callable[[Axes], None],
+    *,
+    width: float = 9,
+    height: float = 3,
+    theme: Theme = "light",
+    kind: str | None = None,
+) -> None:
+    """Writes one figure to a file.
 
     Args:
+      path: its ending says what kind of picture it is.
       draw: draws on the axis that it is given.
-      width: in inches of 72 points, like the height.
+      width: in inches, like the height.
       height: likewise.
       theme: the page that it is for.
+      kind: of picture, where ``path`` has no ending.
 
-    Returns:
-      ``<svg ...>...</svg>``.
+    Raises:
+      ValueError: a kind that matplotlib doesn't know.
     """
     with matplotlib.rc_context(style(theme)):
         figure = Figure(figsize=(width, height))
         draw(figure.subplots())
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        is_svg = str(kind or path).endswith("svg")
+        figure.savefig(path, format=kind, metadata={"Date": None} if is_svg else None)
+
+
+def svg(draw: Callable[[Axes], None], *, width: float = 9, height: float = 3, theme: Theme = "light") -> str:
+    """A figure as ``<svg ...>...</svg>``, to stand in an HTML page; arguments are those of :func:`save`."""
+    text = io.StringIO()
+    save(text, draw, width=width, height=height, theme=theme, kind="svg")
     return text.getvalue()[text.getvalue().index("<svg") :]
