@@ -53,7 +53,7 @@ def run_tests(folder: Path, killers: list[str]) -> tuple[int, str]:
             os.dup2(log.fileno(), 2)
             sys.path.insert(0, str(folder))
             sys.dont_write_bytecode = True
-            options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
+            options = ["-q", "-n0", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
             code = pytest.main([*options, "-c", str(TESTS.parent / "pyproject.toml"), *killers])
             sys.stdout.flush()
             os._exit(code)
