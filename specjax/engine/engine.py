@@ -395,6 +395,7 @@ class Engine:
     _is_idle, _ended_at, _partial = False, 0.0, False
 
     def _abandon(self) -> None:
+        self._is_idle = False  # what passes until the next job is nobody's waiting
         self._waiting.clear()
         self._running = [None] * self.num_slots
         self._cancelled[:] = True
