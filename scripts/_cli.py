@@ -114,7 +114,8 @@ def run(main: Main, argv: Sequence[str] | None = None, *, command: str | None = 
     command = command or command_name(main.__module__)
     try:
         code = main(argv) or 0
-        sys.stdout.flush()  # a reader who has gone away shows here, while it can still be caught
+        if sys.stdout is not None:  # closed by who started it
+            sys.stdout.flush()  # a reader who has gone away shows here, while it can still be caught
         return code
     except UsageError as error:
         print(f"{command}: error: {' '.join(str(error).split())}", file=sys.stderr)

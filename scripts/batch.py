@@ -19,11 +19,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from specjax.scripts import _cli, _jobs
+
+if TYPE_CHECKING:
+    from specjax.engine.sink import Output
+    from specjax.engine.source import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _cli.blame_input():
         source = Source(config.input)
         output = Output(config.output, source)
+        _check_paths(config, source, output)
     if config.report is not None and importlib.util.find_spec("matplotlib") is None:
         _cli.fail('--report needs matplotlib: pip install "specjax[notebooks]"')
     decoder = _jobs.load_decoder(config)
@@ -91,6 +96,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.report is not None:
             job.report(config.report)
         return 3 if job.num_refused else 0
+
+
+def _check_paths(config: Config, source: Source, output: Output) -> None:
+    """Refuses pages and figures that can't be written, or would be written over something else."""
+    taken = {file.absolute(): "the input" for file in source.files}
+    taken |= dict.fromkeys((file.absolute() for file in (output.path, *output.files)), "the output")
+    figures = {"--metrics": config.metrics, "--report": config.report}
+    if config.metrics is not None:
+        figures["the Prometheus file of --metrics"] = config.metrics.with_suffix(".prom")
+    for name, path in figures.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{name}: {path} can't be a file; name one in a folder that is there")
+        if path.absolute() in taken:
+            raise ValueError(f"{name}: {path} is {taken[path.absolute()]} too: name another file")
+        taken[path.absolute()] = name
 
 
 def _raise_if(signals: list[int]) -> None:

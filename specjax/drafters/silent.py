@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -28,34 +29,36 @@ class SilentDrafter:
         return True
 
     def init(self, batch: int, capacity: int) -> None:
-        """There is no state."""
+        """There is no state of its own."""
         del batch, capacity
 
     def read(
         self,
         params: Params,
-        state: None,
+        state: Any,
         tokens: Array,
         positions: Array,
         length: Array,
         features: Array | None,
-    ) -> None:
-        """There is no state."""
-        del params, state, tokens, positions, length, features
+    ) -> Any:
+        """The state is another drafter's, which rests: it stays as it is."""
+        del params, tokens, positions, length, features
+        return state
 
     def propose(
         self,
         params: Params,
         draft_keys: Callable[[Array], Key],
-        state: None,
+        state: Any,
         context: Context,
         sampling: SamplingParams,
-    ) -> tuple[Draft, None]:
+    ) -> tuple[Draft, Any]:
         """A deterministic draft of which no token counts."""
-        del params, draft_keys, state, sampling
+        del params, draft_keys, sampling
         filler = jnp.zeros((context.length.shape[0], self.num_draft_tokens), jnp.int32)
-        return Draft(filler, None, jnp.zeros_like(context.length)), None
+        return Draft(filler, None, jnp.zeros_like(context.length)), state
 
-    def accept(self, state: None, num_accepted: Array, features: Array | None) -> None:
-        """There is no state."""
-        del state, num_accepted, features
+    def accept(self, state: Any, num_accepted: Array, features: Array | None) -> Any:
+        """Nothing was drafted."""
+        del num_accepted, features
+        return state

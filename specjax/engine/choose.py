@@ -74,7 +74,8 @@ class Chooser:
     def time(self, width: int, seconds: float) -> None:
         """Takes note of the seconds that a step of this width took."""
         before = self.seconds.get(width, seconds)
-        self.seconds[width] = before + SMOOTH * (seconds - before)
+        # A machine that was asleep makes no K slow: that would be believed for as long as K isn't chosen.
+        self.seconds[width] = before + SMOOTH * (min(seconds, 2 * before) - before)
 
     def chances(self, live: np.ndarray) -> np.ndarray:
         """The estimated P(accepted >= i) of the live rows ([B] bool), [rows, K_max]."""

@@ -132,13 +132,7 @@ class Engine:
             self._drafters = {max(self._drafters): self._widest}
         self._adaptive = len(self._drafters) > 1
         self._lane = Lane(
-            target,
-            target_params,
-            self._widest,
-            draft_params,
-            rows=rows,
-            chunk=chunk,
-            capacity=capacity,
+            target, target_params, self._widest, draft_params, rows=rows, chunk=chunk, capacity=capacity
         )
         self._scorer = None if max_logprobs is None else Scorer(target, target_params, capacity, max_logprobs)
         self._slots = device.empty_slots(target, self._widest, slots, capacity, self._num_kept)
@@ -164,7 +158,7 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Lets go of the device's memory."""
-        del self._slots, self._lane, self._scorer
+        del self._slots, self._lane.caches, self._scorer
 
     def submit(self, work: Work) -> None:
         """Adds work; iterate over the engine for the results.
@@ -245,15 +239,11 @@ class Engine:
 
     def _wait(self, flight: _Flight) -> list[tuple[int, Running]]:
         """Waits for the run's end and takes note of it; frees the slots of the rows that ended."""
+        # When a run ended before the host came, nobody knows when that was.
+        report, record = flight.report, flight.report.record
+        is_timed = flight.is_alone and not report.done.is_ready()
         flags = jax.device_get(
-            (
-                flight.report.done,
-                flight.report.num_steps,
-                flight.report.length,
-                flight.report.record.num_steps,
-                flight.report.record.drafted,
-                flight.report.record.accepted,
-            )
+            (report.done, report.num_steps, report.length, record.num_steps, record.drafted, record.accepted)
         )
         self._ended_at = time.perf_counter()
         self._is_idle = True
@@ -266,7 +256,7 @@ class Engine:
         self._seen = [array.copy() for array in seen]
         at_least = np.cumsum(accepted[:, ::-1], axis=1)[:, ::-1][:, 1:]
         self._chooser.see(flight.width, at_least[:, : self._chooser.widths[-1]], row_steps)
-        if flight.is_alone and num_steps >= MIN_STEPS:
+        if is_timed and num_steps >= MIN_STEPS:
             self._chooser.time(flight.width, (self._ended_at - flight.started) / int(num_steps))
         self.stats.taken = int(length[live & ~done].sum())
         self.stats.add_run(flight.width, int(num_steps), row_steps, drafted, at_least)
@@ -294,7 +284,7 @@ class Engine:
             self._lane.read()
             reads = None if reads is None and free else (READS if reads is None else reads) - 1
         self.stats.live = sum(row is not None for row in self._running)
-        self.stats.waiting = len(self._waiting) + self._lane.num_waiting
+        self.stats.waiting = self._num_waiting
 
     def _start(self) -> _Flight | None:
         """Starts the next run, unless no row is live."""
@@ -344,8 +334,12 @@ class Engine:
 
     # Its parts.
 
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._waiting) + self._lane.num_waiting
+
     def _load(self) -> None:
-        while len(self._waiting) < LOOKAHEAD and (work := next(self._source, None)) is not None:
+        while self._num_waiting < LOOKAHEAD and (work := next(self._source, None)) is not None:
             self._waiting.append(work)
         while self._waiting and self._lane.load(self._waiting[0]):
             self._waiting.popleft()

@@ -8,9 +8,11 @@ the very same prompt (the n choices of a request) shares one row.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from functools import partial
 
+import jax
 import numpy as np
 
 from specjax.decode import Caches
@@ -25,12 +27,19 @@ __all__ = ["Lane"]
 class _Row:
     tokens: tuple[int, ...] = ()  # the prompt in it, the newest one or the last
     position: int = 0  # how much of it was read
-    waiting: deque[Work] = dataclasses.field(default_factory=deque)  # who wants it
+    waiting: deque[tuple[int, Work]] = dataclasses.field(default_factory=deque)  # who wants it, numbered
+    # Whether the drafter knows where the row stands: it is told by what it reads, so a row that was taken
+    # back must read something, if only its newest token.
+    is_settled: bool = True
+
+    @property
+    def num_missing(self) -> int:
+        # The newest token is the first that a step feeds.
+        return max(len(self.tokens) - 1 - self.position, 0 if self.is_settled else 1)
 
     @property
     def is_ready(self) -> bool:
-        # The newest token is the first that a step feeds.
-        return bool(self.waiting) and self.position >= len(self.tokens) - 1
+        return bool(self.waiting) and not self.num_missing
 
 
 class Lane:
@@ -62,6 +71,8 @@ class Lane:
         self._params = (target_params, draft_params)
         self._chunk = chunk
         self._rows = [_Row() for _ in range(rows)]
+        self._numbers = itertools.count()
+        self._has_state = bool(jax.tree.leaves(self.caches[1]))
         self.tokens_read = 0
 
     @property
@@ -81,14 +92,14 @@ class Lane:
 
     def chunks_to_ready(self) -> int | None:
         """Calls of :meth:`read` until some row is ready: 0 if one is, None if the lane is empty."""
-        missing = [len(row.tokens) - 1 - row.position for row in self._rows if row.waiting]
-        return min((-(-max(tokens, 0) // self._chunk) for tokens in missing), default=None)
+        missing = [row.num_missing for row in self._rows if row.waiting]
+        return min((-(-tokens // self._chunk) for tokens in missing), default=None)
 
     def load(self, work: Work) -> bool:
         """Takes work to the row with its prompt, or the free one that begins most alike; False if full."""
         for row in self._rows:
             if row.waiting and row.tokens == work.prompt:
-                row.waiting.append(work)
+                row.waiting.append((next(self._numbers), work))
                 return True
         free = [row for row in self._rows if not row.waiting]
         if not free:
@@ -96,8 +107,9 @@ class Lane:
         shared = [_common(row.tokens[: row.position], work.prompt[:-1]) for row in free]
         best = max(range(len(free)), key=shared.__getitem__)
         row = free[best]
+        row.is_settled = row.is_settled and (row.position == shared[best] or not self._has_state)
         row.tokens, row.position = work.prompt, shared[best]
-        row.waiting.append(work)
+        row.waiting.append((next(self._numbers), work))
         return True
 
     def read(self) -> None:
@@ -114,6 +126,7 @@ class Lane:
                 tokens[i, : len(block)] = block
                 row.position += len(block)
                 self.tokens_read += len(block)
+            row.is_settled = True
         self.caches = self._read(self.caches, *self._params, tokens, positions, length)
 
     def clear(self) -> None:
@@ -122,11 +135,12 @@ class Lane:
             row.waiting.clear()
 
     def take(self) -> tuple[int, Work] | None:
-        """Gives the next work that is ready, and the row in which it is; None if there is none."""
-        for i, row in enumerate(self._rows):
-            if row.is_ready:
-                return i, row.waiting.popleft()
-        return None
+        """Gives the work that is ready and has waited longest, and its row; None if there is none."""
+        ready = [i for i, row in enumerate(self._rows) if row.is_ready]
+        if not ready:
+            return None
+        first = min(ready, key=lambda i: self._rows[i].waiting[0][0])
+        return first, self._rows[first].waiting.popleft()[1]
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -127,6 +127,8 @@ class Output:
         self.state: Path | None = None
         self._shards: dict[str, Path] = {}
         self._open: dict[str, Sink] = {}
+        if path == Path("-") and sys.stdout is None:
+            raise ValueError("there is no standard output: name a file")
         if path == Path("-") or (path.exists() and not path.is_file() and not path.is_dir()):
             return
         if path.is_dir() and not source.is_folder:

@@ -74,6 +74,8 @@ class Source:
             if not self.files:
                 raise ValueError(f"{path} has no *.jsonl or *.jsonl.gz in it")
         self.total_bytes: int | None = None
+        if path == Path("-") and sys.stdin is None:
+            raise ValueError("there is no standard input: name a file")
         if path != Path("-"):
             sizes = [file.stat().st_size for file in self.files]
             self.total_bytes = sum(sizes) if all(file.is_file() for file in self.files) else None

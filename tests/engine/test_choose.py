@@ -81,6 +81,13 @@ def test_measured_times_are_smoothed_and_followed():
     assert play(made, 1, 0.9, np.random.default_rng(4)) == [1]
 
 
+def test_one_time_far_out_ends_no_choice():
+    made = chooser((1.0, 1.1, 1.2))
+    play(made, 50, 0.9, np.random.default_rng(5))
+    made.time(3, 3600.0)  # the machine was asleep
+    assert play(made, 1, 0.9, np.random.default_rng(6)) == [3]
+
+
 @pytest.mark.parametrize("widths", [[1, 3], [0, 3, 1], [0, 1, 1]])
 def test_widths_that_do_not_rise_from_nothing_are_refused(widths):
     with pytest.raises(ValueError, match="widths must rise from 0"):

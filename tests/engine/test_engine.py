@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import tables
 from runs import quick_compile  # noqa: F401
 
-from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter
+from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.work import Work
 from specjax.generate import generate
@@ -111,6 +112,18 @@ def test_a_draft_that_rested_catches_up():
         assert result.num_accepted_tokens == result.num_draft_tokens == 51
 
 
+def test_a_draft_knows_where_a_prompt_stands_that_needs_no_reading():
+    # In the lane's row a longer prompt was read before: what the draft has of that is not this one's.
+    decoder = engine("itself", slots=1, prefill_rows=1)
+    long = tuple(np.random.default_rng(0).integers(0, 11, 60).tolist())
+    for prompt in (long, long[:20], (5,)):
+        widths = iter([0, 3, 3, 3])
+        decoder._chooser.choose = lambda live, widths=widths: next(widths)
+        work = Work(prompt, 60, {"temperature": 0.9}, ignore_eos=True)
+        (result,) = decoder.run([work])
+        assert result.num_accepted_tokens == result.num_draft_tokens > 0
+
+
 def test_prompts_that_begin_alike_are_read_once():
     system = tuple(np.random.default_rng(5).integers(0, 11, 60).tolist())
     work = [Work((*system, i % 11, i // 11, 3), 4, tag=i) for i in range(40)]
@@ -145,6 +158,30 @@ def test_the_source_is_read_no_further_than_needed():
     results.close()  # gives the rows up, and the engine can be used again
 
 
+def test_of_one_prompt_no_more_is_read_ahead_than_of_many():
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Work((1, 2, 3), 4, {"temperature": 1.0, "seed": taken}, ignore_eos=True)
+
+    results = engine("lookup").run(endless())
+    for _ in range(50):
+        next(results)
+    assert taken < 50 + 150
+
+
+def test_nobody_waits_for_those_who_came_later():
+    # All but one share a prompt, and so a row of the lane that is never empty.
+    work = [Work((1, 2), 4, {"seed": i}, ignore_eos=True, tag=i) for i in range(200)]
+    work[20] = Work((3, 4, 5), 4, ignore_eos=True, tag=20)
+    tags = [result.work.tag for result in engine("lookup").run(work)]
+    assert sorted(tags) == list(range(200))
+    assert tags.index(20) < 60
+
+
 def test_an_engine_is_used_again_after_it_was_left_in_the_middle(expected):
     decoder = engine("lookup")
     results = decoder.run(mixed_work(60))
@@ -163,6 +200,33 @@ def test_submitted_work_comes_back_and_more_may_be_submitted_on_the_way():
             if len(tags) < 4:
                 decoder.submit(Work((len(tags),), 5, tag=len(tags)))
     assert tags == ["first", 1, 2, 3]
+
+
+def test_results_may_outlive_the_engine():
+    with engine("lookup") as decoder:
+        results = decoder.run(mixed_work(20))
+        next(results)
+    results.close()
+
+
+def test_a_run_that_ended_unseen_is_not_timed():
+    decoder = engine("lookup", slots=1)
+    decoder.warm_up()
+    timed = []
+    decoder._chooser.time = lambda width, seconds: timed.append(seconds)
+    for _ in decoder.run([Work((1, 2, 3), 120, ignore_eos=True)], partial=True):
+        jax.block_until_ready(decoder._slots)  # a consumer that takes longer than the next run
+    assert len(timed) <= 1  # the first, which was waited for
+
+
+@pytest.mark.parametrize("kind", ["model", "either"])
+def test_a_draft_rests_in_the_fixed_shape(expected, kind):
+    decoder = engine(kind, plain_drafter=SilentDrafter(3))
+    decoder.warm_up()
+    widths = itertools.cycle([0, 3, 1])
+    decoder._chooser.choose = lambda live: next(widths)
+    results = {result.work.tag: result.tokens for result in decoder.run(mixed_work(12))}
+    assert results == {tag: expected[tag].tokens for tag in range(12)}
 
 
 def test_partial_results_grow_into_the_whole():

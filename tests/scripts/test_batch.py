@@ -239,6 +239,33 @@ def test_what_cannot_be_started_gets_one_line(model, tmp_path, options, message,
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--metrics", "run.prom"], "run.prom is --metrics too"),
+        (["--metrics", "out.jsonl"], "--metrics: out.jsonl is the output too"),
+        (["--metrics", "in.jsonl"], "--metrics: in.jsonl is the input too"),
+        (["--report", "out.jsonl"], "--report: out.jsonl is the output too"),
+        (["--report", "none/page.html"], "--report: none/page.html can't be a file"),
+    ],
+)
+def test_figures_are_written_over_nothing(tmp_path, monkeypatch, options, message, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text(line("a", "hehe"))
+    assert run("batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "none.gguf", *options) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout"])
+def test_a_closed_stream_gets_one_line(tmp_path, monkeypatch, stream, capsys):
+    (tmp_path / "in.jsonl").write_text(line("a", "hehe"))
+    monkeypatch.setattr(f"sys.{stream}", None)
+    path = ["-i", tmp_path / "in.jsonl"] if stream == "stdout" else ["-o", tmp_path / "out.jsonl"]
+    assert run("batch", *path, "--model", "none.gguf") == 2
+    assert f"there is no standard {'in' if stream == 'stdin' else 'out'}put" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_job_that_is_ended_loses_nothing(model, tmp_path, number):
