@@ -26,7 +26,7 @@ def run(path: Path, theme: str = "light") -> nbformat.NotebookNode:
         cell.source = cell.source.replace('plot.style("light")', f'plot.style("{theme}")')
     client = nbclient.NotebookClient(
         notebook,
-        timeout=600,
+        timeout=3600,
         kernel_name="python3",
         resources={"metadata": {"path": str(path.parent)}},
         store_widget_state=False,

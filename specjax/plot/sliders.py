@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from matplotlib import pyplot
-
 __all__ = ["sliders"]
 
 
@@ -20,8 +18,10 @@ def sliders(draw: Callable[..., Any], **values: tuple[float, float, float]) -> N
       draw: makes a figure with pyplot and returns it, from one number by each name.
       values: by name: where the slider starts, its lowest and its highest value.
     """
-    import ipywidgets  # the extra `notebooks`
+    # Here, since only a notebook has them all.
+    import ipywidgets
     from IPython import display
+    from matplotlib import pyplot
 
     def picture() -> Any:
         figure = draw(**{name: control.value for name, control in controls.items()})
