@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.prefill import prefill
-from specjax.sampling import warp
+from specjax.sampling import likeliest, warp
 from specjax.types import (
     Address,
     Array,
@@ -262,7 +262,7 @@ def _judge(
     if num_logprobs is not None:
         block = _block(narrow, verdict)
         log_probs = jax.nn.log_softmax(output.logits.astype(jnp.float32), axis=-1)
-        top, top_tokens = lax.top_k(log_probs, num_logprobs)
+        top, top_tokens = likeliest(log_probs, num_logprobs)
         chosen = jnp.take_along_axis(log_probs, block[:, :, None], axis=-1)[..., 0]
         logprobs = Logprobs(chosen, top_tokens, top)
 

@@ -8,6 +8,7 @@ the request and the place in it, never on the batch around it.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from specjax.types import Address, Array, Context, Edits, Filters, Key, SamplingParams
 
-__all__ = ["Role", "argmax", "is_token", "keys_at", "make_sampling", "sample", "uniform", "warp"]
+__all__ = ["Role", "argmax", "is_token", "keys_at", "likeliest", "make_sampling", "sample", "uniform", "warp"]
 
 
 _MOST = 1e9
@@ -209,6 +210,32 @@ def argmax(logits: Array) -> Array:
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     # Only a row with a NaN has no maximum; it still gets an id within the vocabulary.
     return jnp.min(jnp.where(logits == best, ids, logits.shape[-1] - 1), axis=-1)
+
+
+def likeliest(logits: Array, count: int) -> tuple[Array, Array]:
+    """The likeliest tokens in falling order, the lowest id among equals.
+
+    First within groups, then among what these give: a vocabulary that is spread over devices need not be
+    gathered for it.
+
+    Args:
+      logits: [..., V] float.
+      count: how many, at most V.
+
+    Returns:
+      Their logits and ids, [..., count] each.
+    """
+    vocab_size = logits.shape[-1]
+    groups = math.gcd(vocab_size, 64)
+    size = vocab_size // groups
+    if not 0 < count <= size:
+        values, ids = lax.top_k(logits, count)
+        return values, ids
+    best, ids = lax.top_k(logits.reshape(*logits.shape[:-1], groups, size), count)
+    ids = ids + size * lax.broadcasted_iota(ids.dtype, ids.shape, ids.ndim - 2)
+    best, ids = (x.reshape(*logits.shape[:-1], groups * count) for x in (best, ids))
+    top, place = lax.top_k(best, count)
+    return top, jnp.take_along_axis(ids, place, axis=-1)
 
 
 def is_token(tokens: Array, shape: tuple[int, ...]) -> Array:

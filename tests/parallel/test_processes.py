@@ -96,6 +96,39 @@ def test_if_one_is_killed_the_other_ends_and_says_so(write_gguf):
     assert re.search(r"process 0 of 2: another process is gone|unhealthy|heartbeat", complaint), complaint
 
 
+FAILS = """
+import sys, time
+from specjax.parallel.processes import joined
+with joined(sys.argv[1]) as first:
+    if sys.argv[2] == "fails":
+        raise ValueError("the disk is full")
+    time.sleep(300)  # it waits for the other
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_one_fails_the_other_ends_with_its_message(failing):
+    port = free_port()
+    roles = ["fails" if index == failing else "waits" for index in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS, f"{index}/2@localhost:{port}", role],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, role in enumerate(roles)
+    ]
+    try:
+        complaints = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        stop(processes)
+    assert [process.returncode for process in processes] == [1, 1]
+    for index, complaint in enumerate(complaints):
+        assert f"process {index} of 2: process {failing} failed: the disk is full" in complaint
+
+
 @pytest.mark.parametrize("text", ["2", "2/2@host:1", "0/2", "0/2@host", "-1/2@host:1", "a/b@c:d"])
 def test_processes_that_cannot_be_read(text):
     with pytest.raises(ValueError, match="0/4@host:1234"):

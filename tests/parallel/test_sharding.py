@@ -18,7 +18,7 @@ from specjax.generate import Decoding, generate
 from specjax.models import ModelConfig, Transformer, to_model
 from specjax.parallel import sharding
 from specjax.parallel.sharding import make_placement, parse_mesh, put, shard
-from specjax.sampling import make_sampling
+from specjax.sampling import likeliest, make_sampling
 from specjax.types import Address, Draft
 from specjax.verify import RULES
 
@@ -157,6 +157,27 @@ def test_caches_are_spread_and_given_away(spread):
     assert {x.sharding.shard_shape(x.shape)[:2] for x in buffers} == {(4, 2)}  # of [8, 8, S, Dh]
     held = sum(x.nbytes for x in buffers) // 8
     assert compiled.memory_analysis().alias_size_in_bytes >= held
+
+
+def test_the_likeliest_tokens_are_found_where_they_lie():
+    layout = make_placement("data=2,model=4").target
+    logits = np.random.default_rng(0).integers(0, 9, (4, 2, 64 * 13)).astype(np.float32)  # many are equal
+    spread = put(logits, layout.sharding(("rows", None, "vocab"), logits.shape))
+    program = jax.jit(likeliest, static_argnums=1).lower(spread, 5).compile()
+    assert 64 * 13 not in {size for shape in shapes(program.as_text()) for size in shape}
+    values, ids = program(spread)
+    expected = np.argsort(-logits, axis=-1, kind="stable")[..., :5]
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, axis=-1))
+
+
+@pytest.mark.parametrize("count", [0, 1, 13, 14, 99])
+def test_any_number_of_likeliest_tokens(count):
+    logits = np.random.default_rng(0).integers(0, 9, (2, 104)).astype(np.float32)
+    values, ids = likeliest(jnp.asarray(logits), count)
+    expected = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, axis=-1))
 
 
 def test_two_all_reduces_a_layer():
