@@ -292,7 +292,9 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
         state, _ = checkpoints.load(best, state)
     checkpoints.close()
     path = config.out / "draft.safetensors"
-    about = {name: str(value) for name, value in dataclasses.asdict(config).items()} | {"step": str(best)}
+    # Folders are nobody else's business.
+    values = {name: x for name, x in dataclasses.asdict(config).items() if not isinstance(x, Path)}
+    about = {**values, "step": best, "tokens_of_responses": sum(len(s.tokens) - s.prompt_length for s in kept)}
     kind: Literal["head", "model"] = "head" if config.kind == "head" else "model"
     save_draft(path, kind, model.config, {**state.params, "vocabulary": frozen["vocabulary"]}, about)
     return load_draft(str(path), loaded.model, loaded.params), finished
