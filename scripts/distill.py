@@ -294,7 +294,11 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     path = config.out / "draft.safetensors"
     # Folders are nobody else's business.
     values = {name: x for name, x in dataclasses.asdict(config).items() if not isinstance(x, Path)}
-    about = {**values, "step": best, "tokens_of_responses": sum(len(s.tokens) - s.prompt_length for s in kept)}
+    about = {
+        **values,
+        "step": best,
+        "tokens_of_responses": sum(len(s.tokens) - s.prompt_length for s in kept),
+    }
     kind: Literal["head", "model"] = "head" if config.kind == "head" else "model"
     save_draft(path, kind, model.config, {**state.params, "vocabulary": frozen["vocabulary"]}, about)
     return load_draft(str(path), loaded.model, loaded.params), finished

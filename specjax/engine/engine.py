@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
@@ -241,7 +242,8 @@ class Engine:
         """Waits for the run's end and takes note of it; frees the slots of the rows that ended."""
         # When a run ended before the host came, nobody knows when that was.
         report, record = flight.report, flight.report.record
-        is_timed = flight.is_alone and not report.done.is_ready()
+        newest: Any = report.done
+        is_timed = flight.is_alone and not newest.is_ready()
         flags = jax.device_get(
             (report.done, report.num_steps, report.length, record.num_steps, record.drafted, record.accepted)
         )

@@ -143,23 +143,6 @@ def _own_stdout() -> Iterator[None]:
         os.close(own)
 
 
-def _tell(index: int, error: BaseException) -> str:
-    """What ended this process: its own error, which the others are told of, or theirs."""
-    client: Any = distributed.global_state.client
-    message = _first_line(error)
-    broken = isinstance(error, jax.errors.JaxRuntimeError)
-    if broken:  # an exchange with another process, most likely
-        with contextlib.suppress(Exception):
-            return client.blocking_key_value_get(_CAUSE, 2000)
-    cause = f"process {index} failed: {message}"
-    if broken:
-        cause = f"another process is gone, or the exchange with it broke off ({message})"
-    else:
-        with contextlib.suppress(Exception):  # two may fail at once: the first is the cause
-            client.key_value_set(_CAUSE, cause)
-    return cause
-
-
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
