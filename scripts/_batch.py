@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -28,9 +28,6 @@ from specjax.engine.work import Work
 from specjax.models.tokenizer import Detokenizer
 from specjax.scripts import _cli, _jobs
 
-if TYPE_CHECKING:
-    from specjax.scripts.batch import Config
-
 __all__ = ["Job", "open_job"]
 
 MAX_LOGPROBS = 20
@@ -39,7 +36,7 @@ SHOW_SECONDS = 0.5
 
 
 def open_job(
-    stack: contextlib.ExitStack, config: Config, source: Source, output: Output, decoder: _jobs.Decoder
+    stack: contextlib.ExitStack, config: Any, source: Source, output: Output, decoder: _jobs.Decoder
 ) -> Job:
     """Plans the memory, opens the output and makes the engine.
 
@@ -86,7 +83,7 @@ def open_job(
     return Job(config, source, output, ledger, engine, decoder, metrics, str(plan))
 
 
-def _fingerprint(config: Config, capacity: int) -> dict[str, Any]:
+def _fingerprint(config: Any, capacity: int) -> dict[str, Any]:
     """All that an answer depends on."""
     return {
         "specjax": specjax.__version__,
@@ -117,7 +114,7 @@ class Job:
 
     def __init__(
         self,
-        config: Config,
+        config: Any,
         source: Source,
         output: Output,
         ledger: Ledger,

@@ -186,7 +186,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     ("other", "complaint"),
     [
         (lambda: fresh(4), "params/kernel"),
-        (lambda: init_state({"weight": jnp.ones((2, 3))}, OPTIMIZER), "weight"),
+        (lambda: init_state({"weight": jnp.ones((2, 3))}, OPTIMIZER), "weight|kernel"),
         (lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), fresh()), "float32"),
     ],
 )

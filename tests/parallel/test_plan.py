@@ -172,6 +172,7 @@ def test_the_shapes_have_the_parameters_that_their_names_say():
 
 
 def test_the_exported_step_decodes():
+    pytest.importorskip("flatbuffers")
     small = plan.Batch(rows=2, capacity=64, num_draft_tokens=2, live=64)
     tiny = shape(width=32, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16, vocab_size=50)
     loaded = jax.export.deserialize(bytearray(plan.export_step(tiny, tiny, small, RULES["greedy"])))
