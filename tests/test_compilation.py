@@ -65,7 +65,8 @@ def run(target, prompts, max_tokens=12, seed=0, **how):
     ("drafter", "params", "target_traces", "draft_traces"),
     [
         (None, None, 1, 0),
-        (ModelDrafter(Counted(V, name="draft"), K), TABLE, 1, 2),  # the first token, and the scan's body
+        # Catching up, the first token, and the scan's body.
+        (ModelDrafter(Counted(V, name="draft"), K), TABLE, 1, 3),
         (LookupDrafter(K, 1, 2), None, 2, 0),  # each of two widths
     ],
     ids=["plain", "model", "lookup"],
@@ -119,7 +120,7 @@ def test_the_state_is_given_away():
     decoding = Decoding(tables.TableModel(V), jnp.asarray(TABLE), [[1, 2], [3]], max_tokens=9, **how)
     before = decoding._state, decoding._record
     decoding.advance(1)
-    big = (before[0].target_cache, before[0].draft_state, before[0].context.tokens, before[1].source)
+    big = (before[0].target_cache, before[0].draft_state.cache, before[0].context.tokens, before[1].source)
     assert all(array.is_deleted() for array in big)
     assert not how["draft_params"].is_deleted()
 
