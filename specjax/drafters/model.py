@@ -178,7 +178,8 @@ class ModelDrafter:
 
 def _note(fed: Array, tokens: Array, positions: Array, length: Array) -> Array:
     """Notes the tokens [B, T] fed at ``positions``, those before ``length`` [B]; nothing lies behind."""
-    rows = jnp.arange(fed.shape[0])[:, None]
-    fed = fed.at[rows, positions].set(jnp.where(positions < length[:, None], tokens, -1), mode="drop")
+    tokens = jnp.where(positions < length[:, None], tokens, -1)
+    # Row by row: with an index of rows a mesh would exchange them all.
+    fed = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(fed, positions, tokens)
     # Keys further on were made behind other tokens, even where the text comes to look the same there.
     return jnp.where(jnp.arange(fed.shape[1])[None] > positions[:, -1:], -1, fed)
