@@ -86,6 +86,8 @@ def joined(text: str) -> Iterator[bool]:
         if isinstance(error, SystemExit) and not error.code:
             raise
         complain(_tell(error))
+        if jax.process_index() == 0:
+            time.sleep(3)  # the store is in this process: let the others read
         # The usual way out would wait for the others, who wait for this one.
         sys.stdout.flush()
         os._exit(getattr(error, "exit_code", 1))
@@ -125,7 +127,6 @@ def _tell(error: BaseException) -> str:
     cause = f"process {jax.process_index()} failed: {message}"
     with contextlib.suppress(Exception):  # two may fail at once: the first is the cause
         client.key_value_set(_CAUSE, cause)
-        time.sleep(3)  # the store may be in this process: let the others read
     return cause
 
 
