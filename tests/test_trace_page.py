@@ -181,6 +181,8 @@ def test_counts_and_shares_of_the_summary():
     assert (
         "9 tokens in 3 steps, 3.00 a step; 6 of 9 drafted tokens accepted, 67%. It ended with a stop" in page
     )
+    assert page.count('<s class="rejected">dog</s><span class="corrected">a</span></span>') == 3
+    assert page.count("<s ") == 3
     widths = re.findall(r'<rect class="(\w+)" x="([\d.]+)%" width="([\d.]+)%"', page)
     assert widths == [("accepted", "0.000", "66.667"), ("corrected", "66.667", "33.333")]
 
@@ -214,11 +216,12 @@ for (let i = 0; i < spans.length; i += STRIDE) {
 const key = new KeyboardEvent("keydown", { key: "ArrowLeft", bubbles: true });
 document.querySelector("main").dispatchEvent(key);
 said.push(document.querySelector("aside").textContent);
+const landed = document.querySelector(".chosen").offsetParent !== null;
 const shown = (s) => getComputedStyle(document.querySelector(s)).display;
 const hidden = shown("s.rejected");
 document.querySelector("#rejected").click();
 document.documentElement.dataset.probe = JSON.stringify({
-  said, hidden, seen: shown("s.rejected"), scripts: document.scripts.length, images: document.images.length,
+  said, hidden, landed, seen: shown("s.rejected"), scripts: document.scripts.length, images: document.images.length,
   inner: document.querySelectorAll("aside script, aside img, aside svg[onload]").length,
 });
 """
@@ -248,6 +251,7 @@ def test_chromium_opens_it_without_a_complaint(tmp_path):
     assert complaints == []
     probe = json.loads(html.unescape(re.search(r'data-probe="([^"]*)"', dom)[1]))
     assert (probe["hidden"], probe["seen"]) == ("none", "inline")
+    assert probe["landed"]  # the arrow key went past the rejected ones, which are hidden
     assert (probe["scripts"], probe["images"], probe["inner"]) == (2, 0, 0)
     assert len(probe["said"]) == len(HOSTILE) + 6 + 1  # a rejected one a step, and the key's
     assert probe["said"][-1] != probe["said"][-2]
