@@ -221,7 +221,8 @@ const shown = (s) => getComputedStyle(document.querySelector(s)).display;
 const hidden = shown("s.rejected");
 document.querySelector("#rejected").click();
 document.documentElement.dataset.probe = JSON.stringify({
-  said, hidden, landed, seen: shown("s.rejected"), scripts: document.scripts.length, images: document.images.length,
+  said, hidden, landed, seen: shown("s.rejected"),
+  scripts: document.scripts.length, images: document.images.length,
   inner: document.querySelectorAll("aside script, aside img, aside svg[onload]").length,
 });
 """
