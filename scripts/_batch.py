@@ -59,7 +59,8 @@ def open_job(
     )
     if not plan.fits:
         raise ValueError(f"too little memory: {plan}; give fewer --slots or a smaller --capacity")
-    ledger = stack.enter_context(resume(output, _fingerprint(config, capacity), overwrite=config.overwrite))
+    fingerprint = _fingerprint(config, capacity, drafters)
+    ledger = stack.enter_context(resume(output, fingerprint, overwrite=config.overwrite))
     stack.enter_context(output)
     engine = stack.enter_context(
         Engine(
@@ -83,8 +84,13 @@ def open_job(
     return Job(config, source, output, ledger, engine, decoder, metrics, str(plan))
 
 
-def _fingerprint(config: Any, capacity: int) -> dict[str, Any]:
+def _fingerprint(config: Any, capacity: int, drafters: list[Any]) -> dict[str, Any]:
     """All that an answer depends on."""
+    draft: dict[str, Any] = {}
+    if config.rule != "coupled":  # under which the draft can't be seen in the output
+        names = "draft", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive"
+        draft = {name: getattr(config, name) for name in names}
+        draft["draft_digest"] = _digest(config.draft.rpartition("+")[2])
     return {
         "specjax": specjax.__version__,
         "model": config.model,
@@ -94,8 +100,9 @@ def _fingerprint(config: Any, capacity: int) -> dict[str, Any]:
         "verify_shape": config.verify_shape,
         "max_tokens": config.max_tokens,
         "capacity": capacity,
-        # Under the coupled rule the draft can't be seen in the output.
-        "draft": None if config.rule == "coupled" else [config.draft, config.num_speculative_tokens],
+        # What a draft may need at the end of a row is not there for its answer.
+        "reserve": drafters[-1].num_draft_tokens if drafters else 0,
+        **draft,
     }
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.prefill import prefill
+from specjax.rows import put
 from specjax.sampling import likeliest, warp
 from specjax.types import (
     Address,
@@ -240,7 +241,7 @@ def _judge(
     slots = length + jnp.arange(width)[None]
     # The warp sees the drafted tokens where they would stand.
     context = dataclasses.replace(
-        state.context, tokens=_write(state.context.tokens, slots, draft.tokens[:, :width])
+        state.context, tokens=put(state.context.tokens, slots, draft.tokens[:, :width])
     )
     positions = length - 1 + jnp.arange(width + 1)[None]
     fed = jnp.concatenate(
@@ -310,7 +311,7 @@ def _commit(
     length = context.length + num_emitted
     next_state = dataclasses.replace(
         state,
-        context=dataclasses.replace(context, tokens=_write(context.tokens, slots, tokens), length=length),
+        context=dataclasses.replace(context, tokens=put(context.tokens, slots, tokens), length=length),
         done=state.done | failed | jnp.any(stops, axis=1) | (length >= state.limit),
         target_cache=judged.cache,
         draft_state=draft_state,
@@ -325,9 +326,3 @@ def _commit(
         logprobs=judged.logprobs,
     )
     return next_state, info
-
-
-def _write(tokens: Array, slots: Array, block: Array) -> Array:
-    """Puts ``block`` [B, N] into ``tokens`` [B, S] at ``slots`` [B, N]; those past the end are dropped."""
-    # Mapped over rows, not indexed by them: rows on several devices stay where they are.
-    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(tokens, slots, block)

@@ -34,7 +34,7 @@ from specjax.types import (
 )
 from specjax.verify import RULES
 
-__all__ = ["Decoding", "Generation", "Record", "Source", "generate", "lay_out", "stream"]
+__all__ = ["Decoding", "Generation", "Record", "Source", "generate", "lay_out", "steps_while", "stream"]
 
 
 class Decoding:
@@ -227,10 +227,51 @@ def _steps(
     num_logprobs: int | None,
 ) -> tuple[DecodeState, Record]:
     """Steps until every row is done, ``num_steps`` times at most."""
+    state, record, _ = steps_while(
+        lambda state, count: (count < num_steps) & ~jnp.all(state.done),
+        target_params,
+        draft_params,
+        state,
+        record,
+        target=target,
+        drafter=drafter,
+        rule=rule,
+        num_logprobs=num_logprobs,
+    )
+    return state, record
+
+
+def steps_while(
+    goes_on: Callable[[DecodeState, Array], Array],
+    target_params: Params,
+    draft_params: Params,
+    state: DecodeState,
+    record: Record,
+    *,
+    target: Model,
+    drafter: Drafter | None,
+    rule: Rule,
+    num_logprobs: int | None = None,
+) -> tuple[DecodeState, Record, Array]:
+    """Takes steps on the device, and keeps their record, for as long as ``goes_on(state, count)`` says.
+
+    Args:
+      goes_on: of the state and the number of steps taken; a bool of no shape.
+      target_params: the target's weights.
+      draft_params: the drafter's.
+      state: where to begin.
+      record: what was done before.
+      target: the target.
+      drafter: what proposes; None for plain decoding.
+      rule: how drafts are judged.
+      num_logprobs: as in :func:`specjax.decode.speculative_step`.
+
+    Returns:
+      The state, the record, and the number of steps, int32.
+    """
 
     def more(carry: tuple[DecodeState, Record, Array]) -> Array:
-        state, _, count = carry
-        return (count < num_steps) & ~jnp.all(state.done)
+        return goes_on(carry[0], carry[2])
 
     def step(state: DecodeState) -> tuple[DecodeState, StepInfo]:
         if drafter is None:
@@ -252,8 +293,7 @@ def _steps(
         state, info = step(before)
         return state, add_step(record, before, info), count + 1
 
-    state, record, _ = lax.while_loop(more, body, (state, record, jnp.int32(0)))
-    return state, record
+    return lax.while_loop(more, body, (state, record, jnp.int32(0)))
 
 
 _start = partial(jax.jit, static_argnames=("target", "drafter"))(start)

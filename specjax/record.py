@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.rows import put
 from specjax.types import Array, DecodeState, Logprobs, StepInfo, pytree
 
-__all__ = ["Generation", "Record", "Source", "add_step", "empty_record", "to_generation"]
+__all__ = ["DraftCounts", "Generation", "Record", "Source", "add_step", "empty_record", "to_generation"]
 
 
 class Source(enum.IntEnum):
@@ -37,18 +38,11 @@ class Record:
     logprobs: Logprobs | None  # of the row's tokens, [B, S] and [B, S, n]
 
 
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One row's output, on the host."""
+class DraftCounts:
+    """What a row's drafts came to, for whoever has the two histograms."""
 
-    tokens: list[int]  # what was decoded, a stop token included
-    sources: list[Source]  # one for each token
-    stopped: bool  # whether a stop token ended it, rather than the limit
-    failed: bool  # whether the target's law broke off (NaN, or all forbidden); the tokens are those before
-    num_steps: int
     drafted: np.ndarray  # [K+1]: steps by the number of tokens drafted
     accepted: np.ndarray  # [K+1]: steps by the number of tokens kept
-    logprobs: Logprobs | None = None  # NumPy, one for each token: [N], and [N, n] for the likeliest
 
     @property
     def num_draft_tokens(self) -> int:
@@ -59,6 +53,20 @@ class Generation:
     def num_accepted_tokens(self) -> int:
         """How many of these were kept."""
         return int(self.accepted @ np.arange(len(self.accepted)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation(DraftCounts):
+    """One row's output, on the host."""
+
+    tokens: list[int]  # what was decoded, a stop token included
+    sources: list[Source]  # one for each token
+    stopped: bool  # whether a stop token ended it, rather than the limit
+    failed: bool  # whether the target's law broke off (NaN, or all forbidden); the tokens are those before
+    num_steps: int
+    drafted: np.ndarray  # [K+1]: steps by the number of tokens drafted
+    accepted: np.ndarray  # [K+1]: steps by the number of tokens kept
+    logprobs: Logprobs | None = None  # NumPy, one for each token: [N], and [N, n] for the likeliest
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -98,20 +106,16 @@ def add_step(record: Record, before: DecodeState, info: StepInfo) -> Record:
     source = jnp.where(bins < info.verdict.num_accepted[:, None], Source.ACCEPTED, last[:, None])
     slots = jnp.where(bins < info.num_emitted[:, None], before.context.length[:, None] + bins, capacity)
 
-    @jax.vmap
-    def put_row(row: Array, block: Array, at: Array) -> Array:
-        return row.at[at].set(block.astype(row.dtype), mode="drop")
-
-    def put(all_rows: Array, block: Array) -> Array:
-        return put_row(all_rows, block, slots)
+    def note(rows: Array, block: Array) -> Array:
+        return put(rows, slots, block)
 
     return Record(
-        source=put(record.source, source),
+        source=note(record.source, source),
         failed=record.failed | info.failed,
         num_steps=record.num_steps + live,
         drafted=record.drafted + (live[:, None] & (bins == info.num_drafted[:, None])),
         accepted=record.accepted + (live[:, None] & (bins == info.num_accepted[:, None])),
-        logprobs=jax.tree.map(put, record.logprobs, info.logprobs),
+        logprobs=jax.tree.map(note, record.logprobs, info.logprobs),
     )
 
 

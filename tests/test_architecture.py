@@ -13,16 +13,17 @@ MAX_LINES = 400
 # What each room of the core may import besides itself. A room is a file or a folder of specjax/.
 ARROWS: dict[str, set[str]] = {
     "types": set(),
+    "rows": {"types"},
     "prefill": {"types"},
-    "record": {"types"},
+    "record": {"types", "rows"},
     "sampling": {"types"},
     "cache": {"types"},
     "verify": {"types", "sampling"},
     "theory": set(),
     "theory_law": {"theory"},
-    "drafters": {"types", "sampling", "cache"},
+    "drafters": {"types", "rows", "sampling", "cache"},
 }
-ARROWS["decode"] = {"types", "sampling", "prefill", "cache", "verify", "drafters"}
+ARROWS["decode"] = {"types", "rows", "sampling", "prefill", "cache", "verify", "drafters"}
 ARROWS["generate"] = ARROWS["decode"] | {"decode", "record", "parallel"}
 ARROWS["parallel"] = ARROWS["decode"] | {"decode", "theory"}
 ARROWS["plot"] = {"theory"}

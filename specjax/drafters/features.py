@@ -12,6 +12,7 @@ from jax import lax
 
 from specjax.drafters.model import CATCH_UP
 from specjax.drafters.narrow import draw, widen
+from specjax.rows import append, put
 from specjax.types import Array, Cache, Context, Draft, Key, Params, SamplingParams, pytree
 
 __all__ = ["FeatureDraftState", "FeatureDrafter", "FeatureModel"]
@@ -121,7 +122,6 @@ class FeatureDrafter:
         Returns:
           The draft, with the warped logits [B, K, V] that its tokens were drawn from, and the state.
         """
-        rows = jnp.arange(context.length.shape[0])
         vocabulary = params["vocabulary"]
 
         def extend(i: Array, guess: Array, cache: Cache, context: Context) -> Extended:
@@ -136,12 +136,7 @@ class FeatureDrafter:
                 wide_noise=self.wide_noise,
             )
             # The next draw's penalties and masks see this one.
-            context = dataclasses.replace(
-                context,
-                tokens=context.tokens.at[rows, context.length].set(token, mode="drop"),
-                length=context.length + 1,
-            )
-            return (token, guess, cache, context), (token, warped)
+            return (token, guess, cache, append(context, token)), (token, warped)
 
         def step(carry: Carry, i: Array) -> Extended:
             token, guess, cache, context = carry
@@ -203,5 +198,4 @@ def _given(features: Array | None) -> Array:
 def _put(rows: Array, begin: Array, block: Array) -> Array:
     """Writes ``block`` [B, T, F] into ``rows`` [B, S, F] from ``begin`` [B] on; beyond S it is dropped."""
     slots = begin[:, None] + jnp.arange(block.shape[1])[None]
-    index = jnp.arange(rows.shape[0])[:, None]
-    return rows.at[index, slots].set(block.astype(rows.dtype), mode="drop")
+    return put(rows, slots, block)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.drafters.narrow import draw, widen
+from specjax.rows import append, put
 from specjax.sampling import sample, warp
 from specjax.types import Array, Cache, Context, Draft, Key, Model, Params, SamplingParams, pytree
 
@@ -107,19 +108,13 @@ class ModelDrafter:
             output = self.model.apply(params, fed, cache, positions)
             token, logits = self._draw(params, output.logits[:, -1], draft_keys(i), sampling, context)
             # The next draw's penalties and masks see this one.
-            context = dataclasses.replace(
-                context,
-                tokens=context.tokens.at[rows, context.length].set(token, mode="drop"),
-                length=context.length + 1,
-            )
-            return (token, output.cache, context), (token, logits)
+            return (token, output.cache, append(context, token)), (token, logits)
 
         def step(carry: Carry, i: Array) -> Extended:
             token, cache, context = carry
             return extend(i, cache, context, token[:, None], context.length[:, None] - 1)
 
         length = context.length
-        rows = jnp.arange(length.shape[0])
         # A prompt of one token has no last-but-one: feeding it twice to the same slot is harmless too.
         positions = jnp.stack([jnp.maximum(length - 2, 0), length - 1], axis=1)
         newest_two = jnp.take_along_axis(context.tokens, positions, axis=1)
@@ -179,7 +174,6 @@ class ModelDrafter:
 def _note(fed: Array, tokens: Array, positions: Array, length: Array) -> Array:
     """Notes the tokens [B, T] fed at ``positions``, those before ``length`` [B]; nothing lies behind."""
     tokens = jnp.where(positions < length[:, None], tokens, -1)
-    # Row by row: with an index of rows a mesh would exchange them all.
-    fed = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(fed, positions, tokens)
+    fed = put(fed, positions, tokens)
     # Keys further on were made behind other tokens, even where the text comes to look the same there.
     return jnp.where(jnp.arange(fed.shape[1])[None] > positions[:, -1:], -1, fed)

@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.engine import slots as device
 from specjax.engine.choose import Chooser
-from specjax.engine.lane import Lane
+from specjax.engine.lane import Lane, default_rows
 from specjax.engine.running import Running
 from specjax.engine.score import Scorer
 from specjax.engine.stats import Stats
@@ -112,7 +112,7 @@ class Engine:
         reserve = max(widths, default=0) + 1
         if capacity < reserve + 2:
             raise ValueError(f"a capacity of {capacity} positions is less than one token and a draft need")
-        rows = min(4, slots) if prefill_rows is None else prefill_rows
+        rows = default_rows(slots) if prefill_rows is None else prefill_rows
         chunk = (16 if jax.default_backend() == "cpu" else 128) if chunk is None else chunk
         self.limits = Limits(
             vocab_size=target.vocab_size,
@@ -147,7 +147,7 @@ class Engine:
         self._submitted = WorkQueue()
         self._source: Iterator[Work] = iter(())
         self._waiting: deque[Work] = deque()
-        self._is_warm = False
+        self._is_warm, self._is_idle, self._partial, self._ended_at = False, False, False, 0.0
         self.stats = Stats()
 
     # Using it.
@@ -387,8 +387,6 @@ class Engine:
         if self._is_idle:
             self.stats.idle_seconds += time.perf_counter() - self._ended_at
         self._is_idle = False
-
-    _is_idle, _ended_at, _partial = False, 0.0, False
 
     def _abandon(self) -> None:
         self._is_idle = False  # what passes until the next job is nobody's waiting

@@ -20,7 +20,12 @@ from specjax.engine import slots
 from specjax.engine.work import Work
 from specjax.types import Drafter, Model, Params
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "default_rows"]
+
+
+def default_rows(slots: int) -> int:
+    """P: enough rows to keep prompts ready, and no more than there are slots."""
+    return min(4, slots)
 
 
 @dataclasses.dataclass
@@ -74,11 +79,6 @@ class Lane:
         self._numbers = itertools.count()
         self._has_state = bool(jax.tree.leaves(self.caches[1]))
         self.tokens_read = 0
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a row is free."""
-        return any(not row.waiting for row in self._rows)
 
     @property
     def is_empty(self) -> bool:

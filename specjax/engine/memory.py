@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from specjax.decode import Caches
+from specjax.engine.lane import default_rows
 from specjax.engine.slots import empty_caches
 from specjax.types import Drafter, Model
 
@@ -76,17 +76,13 @@ def plan_memory(
       The plan; look at ``fits``.
     """
     weights = _bytes(params)
-
-    def caches() -> Caches:
-        return empty_caches(target, drafter, 1, capacity)
-
-    row = _bytes(jax.eval_shape(partial(caches)))
+    row = _bytes(jax.eval_shape(partial(empty_caches, target, drafter, 1, capacity)))
     width = 1 + (0 if drafter is None else drafter.num_draft_tokens)
     # Logits, the warped ones and what a draw makes of a row, all float32; the draft's likewise.
     step = 4 * target.vocab_size * (3 * width + 6)
 
     def plan(count: int) -> MemoryPlan:
-        return MemoryPlan(count, min(4, count), weights, row, step, available)
+        return MemoryPlan(count, default_rows(count), weights, row, step, available)
 
     if slots is not None:
         return plan(slots)

@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from specjax.decode import Caches, autoregressive_step, read_block, speculative_step
-from specjax.record import Record, add_step, empty_record
+from specjax.decode import Caches, read_block
+from specjax.generate import steps_while
+from specjax.record import Record, empty_record
 from specjax.types import (
     Array,
     Context,
@@ -28,7 +29,6 @@ from specjax.types import (
     Params,
     Rule,
     SamplingParams,
-    StepInfo,
     pytree,
 )
 
@@ -137,29 +137,8 @@ def batch_axes(target: Model, drafter: Drafter | None, capacity: int) -> tuple[i
     return tuple(int(axis[0]) for axis in axes)
 
 
-@partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames="caches")
-def read(
-    caches: Caches,
-    target_params: Params,
-    draft_params: Params,
-    tokens: Array,
-    positions: Array,
-    length: Array,
-    *,
-    target: Model,
-    drafter: Drafter | None,
-) -> Caches:
-    """Feeds a block of prompts [P, C]; see :func:`specjax.decode.read_block`."""
-    return read_block(
-        caches,
-        target_params,
-        draft_params,
-        tokens,
-        positions,
-        length,
-        target=target,
-        drafter=drafter,
-    )
+read = partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames="caches")(read_block)
+"""Feeds a block of prompts [P, C]."""
 
 
 @partial(jax.jit, static_argnames="axes", donate_argnames="slots")
@@ -232,21 +211,19 @@ def run(
     begin = dataclasses.replace(slots.state, done=slots.state.done | cancelled)
     done_before = jnp.sum(begin.done, dtype=jnp.int32)
 
-    def more(carry: tuple[DecodeState, Record, Array]) -> Array:
-        state, _, count = carry
+    def goes_on(state: DecodeState, count: Array) -> Array:
         ended = jnp.sum(state.done, dtype=jnp.int32) - done_before
         return (count < max_steps) & ~jnp.all(state.done) & ((count < min_steps) | (ended < enough))
 
-    def step(state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        if drafter is None:
-            return autoregressive_step(state, target_params, target=target, rule=rule)
-        return speculative_step(state, target_params, draft_params, target=target, drafter=drafter, rule=rule)
-
-    def body(carry: tuple[DecodeState, Record, Array]) -> tuple[DecodeState, Record, Array]:
-        before, record, count = carry
-        state, info = step(before)
-        return state, add_step(record, before, info), count + 1
-
-    state, record, count = lax.while_loop(more, body, (begin, slots.record, jnp.int32(0)))
+    state, record, count = steps_while(
+        goes_on,
+        target_params,
+        draft_params,
+        begin,
+        slots.record,
+        target=target,
+        drafter=drafter,
+        rule=rule,
+    )
     report = Report(state.context.tokens, state.context.length, state.done, record, count)
     return Slots(state, record), report

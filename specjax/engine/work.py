@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specjax.engine.slots import MAX_BIASES, MAX_STOPS, Row
-from specjax.record import Source
+from specjax.record import DraftCounts, Source
 from specjax.sampling import make_sampling
 from specjax.types import Logprobs
 
@@ -36,7 +36,7 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Result(DraftCounts):
     """What became of a piece of work; without a ``finish`` it isn't over yet."""
 
     work: Work
@@ -49,16 +49,6 @@ class Result:
     text: str | None = None  # where the engine has a detokenizer; of a row that goes on, what is certain
     offsets: tuple[int, ...] = ()  # where in the text of a row that is over each token's characters begin
     logprobs: Logprobs | None = None  # NumPy, [N] and [N, n]
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Tokens that the target was asked to verify."""
-        return int(self.drafted @ np.arange(len(self.drafted)))
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """How many of these were kept."""
-        return int(self.accepted @ np.arange(len(self.accepted)))
 
 
 class WorkQueue(deque[Work]):

@@ -36,8 +36,8 @@ MUTANTS = [
     mutant(
         "q given before the filter that the draft was sampled with",
         "drafters/model.py",
-        "return (token, output.cache, context), (token, logits)",
-        "return (token, output.cache, context), (token, output.logits[:, -1])",
+        "return (token, output.cache, append(context, token)), (token, logits)",
+        "return (token, output.cache, append(context, token)), (token, output.logits[:, -1])",
         "drafters/test_model.py::test_the_logits_are_what_the_tokens_were_drawn_from",
     ),
     mutant(
@@ -186,9 +186,9 @@ MUTANTS = [
     ),
     mutant(
         "writes past the cache's end moved back",
-        "decode.py",
-        '.set(new, mode="drop")',
-        '.set(new, mode="clip")',
+        "rows.py",
+        'set(new.astype(row.dtype), mode="drop")',
+        'set(new.astype(row.dtype), mode="clip")',
         "test_decode.py::test_blocks_that_end_at_and_past_the_caches_end[0]",
     ),
     mutant(

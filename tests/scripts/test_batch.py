@@ -176,6 +176,9 @@ def test_a_job_goes_on_where_it_was(model, tmp_path, capsys):
 
     assert run("batch", *options, "--max-tokens", 7) == 2
     assert "max_tokens was 128 and is 7" in capsys.readouterr().err
+    # What a wider draft needs at the end of a row isn't there for the answer.
+    assert run("batch", *options, "--num-speculative-tokens", 5) == 2
+    assert "reserve was 3 and is 5" in capsys.readouterr().err
     source.write_text("\n".join([line("r0", "other"), *lines[1:]]))
     assert run("batch", *options) == 2
     assert "custom_id 'r0' is in the output already" in capsys.readouterr().err
