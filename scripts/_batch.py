@@ -61,7 +61,7 @@ def open_job(
         raise ValueError(f"too little memory: {plan}; give fewer --slots or a smaller --capacity")
     fingerprint = _fingerprint(config, capacity, drafters)
     ledger = stack.enter_context(resume(output, fingerprint, overwrite=config.overwrite))
-    stack.enter_context(output)
+    stack.enter_context(output).create()
     engine = stack.enter_context(
         Engine(
             loaded.model,

@@ -164,6 +164,15 @@ class Output:
                 stack.callback(sink.close)
             self._open = {}
 
+    def create(self) -> None:
+        """Makes the files that are missing: an input without a line has an empty answer.
+
+        Raises:
+          OSError: one can't be made.
+        """
+        for shard in self._shards or ("",):
+            self.write(shard)
+
     def __enter__(self) -> Output:
         return self
 

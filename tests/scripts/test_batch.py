@@ -203,6 +203,15 @@ def test_gzip_folders_and_pipes(model, tmp_path, capsysbinary, monkeypatch):
     assert {row["custom_id"]: row for row in rows} == answers(sink / "a.jsonl")
 
 
+@pytest.mark.parametrize("text", ["", "\n  \n\n"])
+def test_an_input_without_a_line_is_answered_by_an_empty_file(model, tmp_path, text):
+    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(text)
+    for _ in range(2):  # and once more
+        assert run("batch", "-i", source, "-o", sink, "--model", model, "--slots", 2) == 0
+        assert sink.read_text() == ""
+
+
 def test_figures_for_others(model, tmp_path):
     pytest.importorskip("matplotlib")
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
