@@ -17,11 +17,12 @@ PROBE := import ensurepip, ssl, sys, venv; v = sys.version_info; \
 	(3, 11) <= v < (3, 14) and print("%02d%02d" % v[1:3], sys._base_executable)
 CANDIDATES := python3.13 python3.12 python3.11 python3 $(wildcard $(HOME)/.pyenv/versions/3.1[123].*/bin/python)
 
-.PHONY: help demo test bench docs lint format venv clean
+.PHONY: help demo test test-all bench docs lint format venv clean
 
 help:
 	@echo "make demo    decode a few prompts plainly and speculatively with SmolLM2-135M, and compare"
 	@echo "make test    lint, types and tests"
+	@echo "make test-all   the same with all extras: libtpu's compiler, Ray, JupyterLab (2 GB)"
 	@echo "make bench   measure the speed on this machine"
 	@echo "make docs    the library's names and what they do, as pages in build/docs"
 	@echo "make lint    ruff and mypy alone"
@@ -41,6 +42,10 @@ docs: $(STAMP)
 
 test: lint
 	$(BIN)/pytest
+
+test-all: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev,notebooks,ray,tpu]'
+	@$(MAKE) test
 
 # mypy finds modules by path alone, so it gets the tree as it is once installed.
 lint: $(STAMP)

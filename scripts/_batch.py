@@ -18,7 +18,7 @@ import specjax
 from specjax.engine.answers import Answers, Asked
 from specjax.engine.engine import Engine
 from specjax.engine.ledger import Ledger, admit, resume
-from specjax.engine.memory import available_bytes, plan_memory
+from specjax.engine.memory import MemoryPlan, available_bytes, plan_memory
 from specjax.engine.metrics import Gauges, MetricsWriter, Totals
 from specjax.engine.requests import Request, RequestError
 from specjax.engine.responses import error_line
@@ -26,9 +26,10 @@ from specjax.engine.sink import Output
 from specjax.engine.source import Source
 from specjax.engine.work import Work
 from specjax.models.tokenizer import Detokenizer
+from specjax.parallel.channel import tell
 from specjax.scripts import _cli, _jobs
 
-__all__ = ["Job", "open_job"]
+__all__ = ["Job", "fingerprint_of", "help_out", "make_engine", "open_job", "plan_job"]
 
 MAX_LOGPROBS = 20
 MOST_CAPACITY = 4096
@@ -44,48 +45,75 @@ def open_job(
       OSError: the output can't be opened.
       ValueError: it belongs to another job, or there is too little memory.
     """
-    loaded = decoder.loaded
-    capacity = config.capacity or min(loaded.model.context_length, MOST_CAPACITY)
-    drafters = decoder.ladder(adaptive=config.adaptive)
-    widest = drafters[-1] if drafters else decoder.plain_drafter
-    params = [loaded.params, [] if decoder.draft_params is loaded.params else decoder.draft_params]
-    plan = plan_memory(
-        loaded.model,
-        params,
-        widest,
-        slots=config.slots,
-        capacity=capacity,
-        available=available_bytes(params),
-    )
-    if not plan.fits:
-        raise ValueError(f"too little memory: {plan}; give fewer --slots or a smaller --capacity")
-    fingerprint = _fingerprint(config, capacity, drafters)
+    plan = plan_job(config, decoder)
+    fingerprint = fingerprint_of(config, decoder)
     ledger = stack.enter_context(resume(output, fingerprint, overwrite=config.overwrite))
     stack.enter_context(output).create()
-    engine = stack.enter_context(
-        Engine(
-            loaded.model,
-            loaded.params,
-            drafters=drafters,
-            draft_params=decoder.draft_params,
-            plain_drafter=decoder.plain_drafter,
-            rule=config.rule,
-            slots=plan.slots,
-            capacity=capacity,
-            stop_tokens=decoder.tokenizer.eos_ids,
-            adaptive=config.adaptive,
-            detokenizer=lambda: Detokenizer(decoder.tokenizer),
-            max_logprobs=MAX_LOGPROBS,
-        )
-    )
+    engine = stack.enter_context(make_engine(config, decoder, tell(plan.slots)))
     metrics = None
     if config.metrics is not None:
         metrics = stack.enter_context(MetricsWriter(config.metrics, config.model))
     return Job(config, source, output, ledger, engine, decoder, metrics, str(plan))
 
 
-def _fingerprint(config: Any, capacity: int, drafters: list[Any]) -> dict[str, Any]:
+def help_out(config: Any, decoder: _jobs.Decoder) -> None:
+    """Does this process's part of a job that :func:`open_job` opened in the first one."""
+    with make_engine(config, decoder, tell()) as engine:
+        for _ in engine.run(()):
+            pass
+
+
+def plan_job(config: Any, decoder: _jobs.Decoder) -> MemoryPlan:
+    """Plans the memory of one engine.
+
+    Raises:
+      ValueError: there is too little.
+    """
+    drafters, placement = decoder.ladder(adaptive=config.adaptive), decoder.placement
+    params = [
+        decoder.loaded.params,
+        [] if decoder.draft_params is decoder.loaded.params else decoder.draft_params,
+    ]
+    plan = plan_memory(
+        decoder.loaded.model,
+        params,
+        drafters[-1] if drafters else decoder.plain_drafter,
+        slots=config.slots,
+        capacity=_capacity(config, decoder),
+        available=available_bytes(params, 1 if placement is None else placement.num_devices),
+        placement=placement,
+    )
+    if not plan.fits:
+        raise ValueError(f"too little memory: {plan}; give fewer --slots or a smaller --capacity")
+    return plan
+
+
+def make_engine(config: Any, decoder: _jobs.Decoder, slots: int) -> Engine:
+    """The engine that answers."""
+    return Engine(
+        decoder.loaded.model,
+        decoder.loaded.params,
+        drafters=decoder.ladder(adaptive=config.adaptive),
+        draft_params=decoder.draft_params,
+        plain_drafter=decoder.plain_drafter,
+        rule=config.rule,
+        slots=slots,
+        capacity=_capacity(config, decoder),
+        stop_tokens=decoder.tokenizer.eos_ids,
+        adaptive=config.adaptive,
+        detokenizer=lambda: Detokenizer(decoder.tokenizer),
+        max_logprobs=MAX_LOGPROBS,
+        placement=decoder.placement,
+    )
+
+
+def _capacity(config: Any, decoder: _jobs.Decoder) -> int:
+    return config.capacity or min(decoder.loaded.model.context_length, MOST_CAPACITY)
+
+
+def fingerprint_of(config: Any, decoder: _jobs.Decoder) -> dict[str, Any]:
     """All that an answer depends on."""
+    drafters = decoder.ladder(adaptive=config.adaptive)
     draft: dict[str, Any] = {}
     if config.rule != "coupled":  # under which the draft can't be seen in the output
         names = "draft", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "adaptive"
@@ -99,7 +127,7 @@ def _fingerprint(config: Any, capacity: int, drafters: list[Any]) -> dict[str, A
         "rule": config.rule,
         "verify_shape": config.verify_shape,
         "max_tokens": config.max_tokens,
-        "capacity": capacity,
+        "capacity": _capacity(config, decoder),
         # What a draft may need at the end of a row is not there for its answer.
         "reserve": drafters[-1].num_draft_tokens if drafters else 0,
         **draft,
@@ -180,23 +208,27 @@ class Job:
                     progress.update(task, completed=self._source.read_bytes, figures=self._figures())
                     self._note()
 
-            for result in self._engine.run(self._works(), on_visit=visited):
-                asked: Asked = result.work.tag
-                if result.finish is not None:
-                    self._finishes[result.finish] = self._finishes.get(result.finish, 0) + 1
-                try:
-                    line = self._answers.take(result)
-                except RequestError as error:
-                    self._refuse(asked.key, asked.shard, asked.place, error)
-                    continue
-                if line is not None:
-                    self._output.write(asked.shard, line)
-                    self.num_answered += 1
+            self.answer(visited)
             progress.update(
                 task, completed=self._source.total_bytes or 1, total=self._source.total_bytes or 1
             )
         self._note(last=True)
         self._summarize()
+
+    def answer(self, on_visit: Callable[[], object] = lambda: None) -> None:
+        """Answers all lines, and shows nothing; ``on_visit`` as in :meth:`Engine.run`."""
+        for result in self._engine.run(self._works(), on_visit=on_visit):
+            asked: Asked = result.work.tag
+            if result.finish is not None:
+                self._finishes[result.finish] = self._finishes.get(result.finish, 0) + 1
+            try:
+                line = self._answers.take(result)
+            except RequestError as error:
+                self._refuse(asked.key, asked.shard, asked.place, error)
+                continue
+            if line is not None:
+                self._output.write(asked.shard, line)
+                self.num_answered += 1
 
     def totals(self) -> Totals:
         """What was done so far."""

@@ -102,9 +102,14 @@ class SamplingOptions:
 
 
 @contextlib.contextmanager
-def together(processes: str) -> Iterator[None]:
-    """Runs what is inside as one of several processes, of which only the first prints; see --processes."""
+def together(processes: str) -> Iterator[bool]:
+    """Runs what is inside as one of several processes, of which only the first prints; see --processes.
+
+    Yields:
+      Whether this is the first.
+    """
     with contextlib.ExitStack() as stack:
+        first = True
         if processes:
             from specjax.parallel.processes import joined
 
@@ -113,7 +118,7 @@ def together(processes: str) -> Iterator[None]:
             if not first:
                 stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
                 stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        yield
+        yield first
 
 
 @dataclasses.dataclass(frozen=True)

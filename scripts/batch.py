@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(_jobs.DecoderOptions):
+class Config(_jobs.MeshOptions):
     """A file of requests and how to answer it."""
 
     input: Annotated[Path, tyro.conf.arg(aliases=["-i"])] = Path("-")
@@ -55,22 +55,63 @@ class Config(_jobs.DecoderOptions):
     """Write a time series here (JSONL), and the newest figures for Prometheus beside it (.prom)."""
     report: Path | None = None
     """Write a page with plots here (.html) when the job ends; needs matplotlib."""
+    processes: str = ""
+    """Run as one of several processes: '0/4@host:1234' (this is process 0 of 4, and process 0 listens there),
+    or 'auto' on TPU pods, Slurm and Open MPI. All get the same options; the first one reads and writes."""
+    ray: int = 0
+    """Share the files of an input folder out among so many engines on a Ray cluster (found by RAY_ADDRESS, or
+    started here); needs ray."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ray < 0:
+            raise ValueError(f"--ray must be the number of engines, not {self.ray}")
         for name in ("slots", "capacity", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.ray:
+            for name in ("metrics", "report", "processes"):
+                if getattr(self, name):
+                    raise ValueError(f"--{name} and --ray exclude each other")
+        if self.processes and not self.mesh:
+            raise ValueError("--processes needs a --mesh over all their devices")
 
 
 class Interrupted(Exception):
     """A signal asked the job to end; its argument is the signal's number."""
 
+    @property
+    def exit_code(self) -> int:
+        """As of a process that a signal ended."""
+        return 128 + int(self.args[0])
+
+    def __str__(self) -> str:
+        """What is said of it."""
+        return f"{signal.Signals(self.args[0]).name}: run it again to go on"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answers every line that can be answered, and says on the others what is wrong with them."""
     config = _cli.parse(Config, argv, __doc__)
+    try:
+        with _jobs.together(config.processes) as is_first:
+            return _answer(config) if is_first else _help(config)
+    except Interrupted as interrupted:
+        print(f"specjax batch: {interrupted}", file=sys.stderr)
+        return interrupted.exit_code
+
+
+def _help(config: Config) -> int:
+    """Does its part of the work that the first process reads and writes."""
+    decoder = _jobs.load_decoder(config)
+    from specjax.scripts import _batch
+
+    _batch.help_out(config, decoder)
+    return 0
+
+
+def _answer(config: Config) -> int:
     from specjax.engine.sink import Output
     from specjax.engine.source import Source
 
@@ -80,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_paths(config, source, output)
     if config.report is not None and importlib.util.find_spec("matplotlib") is None:
         _cli.fail('--report needs matplotlib: pip install "specjax[notebooks]"')
+    if config.ray:
+        return _share_out(config, source, output)
     decoder = _jobs.load_decoder(config)
     from specjax.scripts import _batch
 
@@ -87,15 +130,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _noticing(signals), contextlib.ExitStack() as stack:
         with _cli.blame_input():
             job = _batch.open_job(stack, config, source, output, decoder)
-        try:
-            job.run(lambda: _raise_if(signals))
-        except Interrupted as interrupted:
-            number = int(interrupted.args[0])
-            print(f"specjax batch: {signal.Signals(number).name}: run it again to go on", file=sys.stderr)
-            return 128 + number
+        job.run(lambda: _raise_if(signals))
         if config.report is not None:
             job.report(config.report)
         return 3 if job.num_refused else 0
+
+
+def _share_out(config: Config, source: Source, output: Output) -> int:
+    if not output.is_folder:
+        _cli.fail("--ray shares out the files of a folder: give -i and -o a folder")
+    if importlib.util.find_spec("ray") is None:
+        _cli.fail('--ray needs ray: pip install "specjax[ray]"')
+    from specjax.scripts import _ray
+
+    with _cli.blame_input():
+        return 3 if _ray.answer(config, source, output) else 0
 
 
 def _check_paths(config: Config, source: Source, output: Output) -> None:

@@ -16,14 +16,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.engine import slots as device
 from specjax.engine.choose import Chooser
 from specjax.engine.lane import Lane, default_rows
+from specjax.engine.programs import Programs
 from specjax.engine.running import Running
 from specjax.engine.score import Scorer
+from specjax.engine.slots import Report
 from specjax.engine.stats import Stats
 from specjax.engine.stopping import Detokenizer
 from specjax.engine.work import Limits, Result, Work, WorkQueue
+from specjax.parallel.channel import relay, tell
+from specjax.parallel.sharding import Placement
 from specjax.types import Drafter, Model, Params
 from specjax.verify import RULES
 
@@ -42,7 +45,7 @@ LOOKAHEAD = 64
 class _Flight:
     """A run that was started."""
 
-    report: device.Report
+    report: Report
     width: int
     rows: list[Running | None]
     started: float
@@ -79,9 +82,12 @@ class Engine:
       adaptive: chooses K while running; otherwise it is always the widest.
       detokenizer: makes what turns ids into text, block by block; needed for stop strings.
       max_logprobs: the most alternatives that work may ask for; None has no log-probabilities at all.
-      prefill_rows: P, prompts read at once; None: 4, or as many as there are slots.
+      prefill_rows: P, prompts read at once; None: 4 for each of the devices that rows are spread over, or as
+        many as there are slots.
       chunk: tokens of a prompt read at once; None: 16 on a CPU, where more rows make no product faster, else
         128.
+      placement: how rows and models lie on a mesh; target and drafters are then wrapped, and their weights
+        laid, by :meth:`specjax.parallel.sharding.Layout.lay`.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class Engine:
         max_logprobs: int | None = None,
         prefill_rows: int | None = None,
         chunk: int | None = None,
+        placement: Placement | None = None,
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"no rule is named {rule!r}; there are {', '.join(RULES)}")
@@ -112,7 +119,6 @@ class Engine:
         reserve = max(widths, default=0) + 1
         if capacity < reserve + 2:
             raise ValueError(f"a capacity of {capacity} positions is less than one token and a draft need")
-        rows = default_rows(slots) if prefill_rows is None else prefill_rows
         chunk = (16 if jax.default_backend() == "cpu" else 128) if chunk is None else chunk
         self.limits = Limits(
             vocab_size=target.vocab_size,
@@ -123,8 +129,7 @@ class Engine:
             has_text=detokenizer is not None,
             max_logprobs=max_logprobs,
         )
-        self._target, self.num_slots = target, slots
-        self._params = (target_params, draft_params)
+        self.num_slots = slots
         self._drafters = {0: plain_drafter} | dict(zip(widths, drafters, strict=True))
         self._widest = drafters[-1] if drafters else plain_drafter
         self._rule, self._detokenizer = RULES[rule], detokenizer
@@ -132,12 +137,14 @@ class Engine:
         if not adaptive:
             self._drafters = {max(self._drafters): self._widest}
         self._adaptive = len(self._drafters) > 1
-        self._lane = Lane(
-            target, target_params, self._widest, draft_params, rows=rows, chunk=chunk, capacity=capacity
+        self._programs = programs = Programs(
+            target, target_params, self._widest, draft_params, capacity=capacity, placement=placement
         )
-        self._scorer = None if max_logprobs is None else Scorer(target, target_params, capacity, max_logprobs)
-        self._slots = device.empty_slots(target, self._widest, slots, capacity, self._num_kept)
-        self._axes = device.batch_axes(target, self._widest, capacity)
+        rows = default_rows(slots, programs.ways) if prefill_rows is None else prefill_rows
+        self._lane = Lane(programs, rows=rows, chunk=chunk)
+        top = min(max_logprobs or 0, target.vocab_size)
+        self._scorer = None if max_logprobs is None else Scorer(programs, capacity, top)
+        self._slots = programs.empty_slots(slots, self._num_kept)
         self._chooser = Chooser(sorted({0, *self._drafters}), slots)
         self._running: list[Running | None] = [None] * slots
         self._cancelled = np.zeros(slots, bool)
@@ -211,13 +218,15 @@ class Engine:
         """Decodes what the source gives, and yields results as they come.
 
         Args:
-          source: read a little ahead of need; each piece must pass :meth:`Limits.check`.
+          source: read a little ahead of need; each piece must pass :meth:`Limits.check`. Of several
+            processes the first one's counts; the others get its work, without the tags.
           partial: also yields, at each visit, what the rows that go on have by then.
           on_visit: called after each visit, when its results have been taken.
         """
         if not self._is_warm:
             self.warm_up()
-        self._source, self._partial = iter(source), partial
+        self._source = relay(source, Work.packed, lambda packed: Work(**packed))
+        self._partial = partial
         flight: _Flight | None = None
         try:
             while True:
@@ -258,8 +267,9 @@ class Engine:
         self._seen = [array.copy() for array in seen]
         at_least = np.cumsum(accepted[:, ::-1], axis=1)[:, ::-1][:, 1:]
         self._chooser.see(flight.width, at_least[:, : self._chooser.widths[-1]], row_steps)
-        if is_timed and num_steps >= MIN_STEPS:
-            self._chooser.time(flight.width, (self._ended_at - flight.started) / int(num_steps))
+        if num_steps >= MIN_STEPS:
+            seconds = (self._ended_at - flight.started) / int(num_steps) if is_timed else None
+            self._chooser.time(flight.width, tell(seconds))
         self.stats.taken = int(length[live & ~done].sum())
         self.stats.add_run(flight.width, int(num_steps), row_steps, drafted, at_least)
         ended = []
@@ -348,8 +358,8 @@ class Engine:
 
     def _admit(self, slot: int, lane_row: int, work: Work) -> None:
         row = self.limits.row(work)
-        self._slots = device.admit(
-            self._slots, self._lane.caches, row, np.int32(lane_row), np.int32(slot), axes=self._axes
+        self._slots = self._programs.admit(
+            self._slots, self._lane.caches, row, np.int32(lane_row), np.int32(slot)
         )
         text = None if self._detokenizer is None else self._detokenizer()
         self._running[slot] = Running(work, self.limits.stop_ids(work), text)
@@ -360,17 +370,10 @@ class Engine:
         self.stats.prompt_tokens += len(work.prompt)
         self.stats.tokens_read = self._lane.tokens_read
 
-    def _run(self, width: int, max_steps: int, enough: int) -> device.Report:
-        self._slots, report = device.run(
-            self._slots,
-            *self._params,
-            self._cancelled.copy(),
-            np.int32(MIN_STEPS),
-            np.int32(max_steps),
-            np.int32(enough),
-            target=self._target,
-            drafter=self._drafters[width],
-            rule=self._rule,
+    def _run(self, width: int, max_steps: int, enough: int) -> Report:
+        control = self._cancelled.copy(), *map(np.int32, (MIN_STEPS, max_steps, enough))
+        self._slots, report = self._programs.run(
+            self._slots, *control, drafter=self._drafters[width], rule=self._rule
         )
         return report
 
@@ -380,7 +383,7 @@ class Engine:
             started = time.perf_counter()
             steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)
             seconds = (time.perf_counter() - started) / max(steps, 1)
-        self._chooser.seconds[width] = seconds
+        self._chooser.seconds[width] = tell(seconds)
 
     def _busy(self) -> None:
         """The device is about to be given something."""

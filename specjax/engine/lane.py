@@ -10,22 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from functools import partial
 
 import jax
 import numpy as np
 
-from specjax.decode import Caches
-from specjax.engine import slots
+from specjax.engine.programs import Programs
 from specjax.engine.work import Work
-from specjax.types import Drafter, Model, Params
 
 __all__ = ["Lane", "default_rows"]
 
 
-def default_rows(slots: int) -> int:
-    """P: enough rows to keep prompts ready, and no more than there are slots."""
-    return min(4, slots)
+def default_rows(slots: int, ways: int = 1) -> int:
+    """P: enough rows to keep prompts ready, on each of the devices that rows are spread over; no more than
+    there are slots."""
+    return min(4 * ways, slots)
 
 
 @dataclasses.dataclass
@@ -51,30 +49,14 @@ class Lane:
     """Rows on their way to the slots.
 
     Args:
-      target: the target.
-      target_params: its weights.
-      drafter: reads along; None if there is none.
-      draft_params: its weights.
+      programs: what reads.
       rows: P, how many prompts are read at once.
       chunk: C, tokens of each that one call reads.
-      capacity: S of the slots.
     """
 
-    def __init__(
-        self,
-        target: Model,
-        target_params: Params,
-        drafter: Drafter | None,
-        draft_params: Params,
-        *,
-        rows: int,
-        chunk: int,
-        capacity: int,
-    ) -> None:
-        self.caches: Caches = slots.empty_caches(target, drafter, rows, capacity)
-        self._read = partial(slots.read, target=target, drafter=drafter)
-        self._params = (target_params, draft_params)
-        self._chunk = chunk
+    def __init__(self, programs: Programs, *, rows: int, chunk: int) -> None:
+        self._programs, self._chunk = programs, chunk
+        self.caches = programs.empty_caches(rows)
         self._rows = [_Row() for _ in range(rows)]
         self._numbers = itertools.count()
         self._has_state = bool(jax.tree.leaves(self.caches[1]))
@@ -127,7 +109,7 @@ class Lane:
                 row.position += len(block)
                 self.tokens_read += len(block)
             row.is_settled = True
-        self.caches = self._read(self.caches, *self._params, tokens, positions, length)
+        self.caches = self._programs.read(self.caches, tokens, positions, length)
 
     def clear(self) -> None:
         """Forgets who waits; what was read stays."""

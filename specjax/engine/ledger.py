@@ -60,6 +60,19 @@ class Ledger:
         """How many lines of the output have no line in the input so far."""
         return len(self._done)
 
+    @classmethod
+    def of(cls, output: Output) -> Ledger:
+        """What an output has, after repairing its ends.
+
+        Raises:
+          OSError: a file can't be read or written.
+          ValueError: one is damaged, or no job has written it.
+        """
+        ledger = cls()
+        for file in _written(output):
+            ledger._read(file)
+        return ledger
+
     def enter(self, line: Line, custom_id: str | None) -> Entry:
         """Looks a line up; the lines of the input must be entered in order, each once.
 
@@ -159,12 +172,10 @@ def resume(output: Output, fingerprint: Mapping[str, Any], *, overwrite: bool = 
         output.path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock(output.state, output))
-        written = _written(output)
         found = output.state.read_text(encoding="utf-8")
-        if written and not overwrite:
+        if _written(output) and not overwrite:
             _compare(output, found, wanted)
-            for file in written:
-                ledger._read(file)
+            ledger = Ledger.of(output)
         else:
             # The old lines go before their state does: they must never be taken for lines of the new one.
             for file in output.files:

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 
 from specjax.engine.lane import default_rows
+from specjax.engine.programs import caches_shardings
 from specjax.engine.slots import empty_caches
+from specjax.parallel.sharding import Placement, place
 from specjax.types import Drafter, Model
 
 __all__ = ["MemoryPlan", "available_bytes", "plan_memory"]
@@ -29,6 +31,7 @@ class MemoryPlan:
 
     slots: int
     lane_rows: int
+    ways: int  # devices that the rows are spread over
     weights: int
     row: int  # the caches of one row, of target and drafter
     step: int  # one row's logits and what is made of them
@@ -36,8 +39,17 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All that the job will hold."""
-        return self.weights + (self.slots + self.lane_rows) * self.row + self.slots * self.step
+        """All that a device will hold."""
+        slots, lane_rows = self.rows_of_a_device
+        return self.weights + (slots + lane_rows) * self.row + slots * self.step
+
+    @property
+    def rows_of_a_device(self) -> tuple[int, int]:
+        """Of the slots, and of the lane; all of them where the devices don't divide them."""
+        of_slots, of_lane = (
+            rows if rows % self.ways else rows // self.ways for rows in (self.slots, self.lane_rows)
+        )
+        return of_slots, of_lane
 
     @property
     def fits(self) -> bool:
@@ -46,10 +58,13 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """The arithmetic in one line."""
+        slots, lane_rows = self.rows_of_a_device
         text = (
-            f"weights {_size(self.weights)} + ({self.slots} slots + {self.lane_rows} being read) x "
-            f"{_size(self.row)} of cache + {self.slots} x {_size(self.step)} of logits = {_size(self.total)}"
+            f"weights {_size(self.weights)} + ({slots} slots + {lane_rows} being read) x "
+            f"{_size(self.row)} of cache + {slots} x {_size(self.step)} of logits = {_size(self.total)}"
         )
+        if self.ways > 1:
+            text = f"on each device, with {slots} of {self.slots} slots: {text}"
         return text if self.available is None else f"{text}; {SPARE:.0%} of {_size(self.available)} are there"
 
 
@@ -61,40 +76,51 @@ def plan_memory(
     slots: int | None,
     capacity: int,
     available: int | None,
+    placement: Placement | None = None,
 ) -> MemoryPlan:
-    """Works out what a job needs.
+    """Works out what a job needs of each device.
 
     Args:
       target: the target.
-      params: all weights, of the drafter too.
+      params: all weights, of the drafter too, where they lie.
       drafter: the widest.
-      slots: B; None takes as many as fit, a power of two.
+      slots: B; None takes as many as fit, a power of two for each of the devices that rows are spread over.
       capacity: S.
       available: bytes there are, from :func:`available_bytes`.
+      placement: how rows and models lie on a mesh; None for one device.
 
     Returns:
       The plan; look at ``fits``.
     """
     weights = _bytes(params)
-    row = _bytes(jax.eval_shape(partial(empty_caches, target, drafter, 1, capacity)))
+    ways = 1 if placement is None else placement.target.mesh.shape["data"]
+    caches = jax.eval_shape(partial(empty_caches, target, drafter, ways, capacity))
+    if placement is not None:
+        caches = place(caches, caches_shardings(placement, caches))
+    row = _bytes(caches)
     width = 1 + (0 if drafter is None else drafter.num_draft_tokens)
     # Logits, the warped ones and what a draw makes of a row, all float32; the draft's likewise.
     step = 4 * target.vocab_size * (3 * width + 6)
 
     def plan(count: int) -> MemoryPlan:
-        return MemoryPlan(count, default_rows(count), weights, row, step, available)
+        return MemoryPlan(count, default_rows(count, ways), ways, weights, row, step, available)
 
     if slots is not None:
         return plan(slots)
     most = MOST_SLOTS.get(jax.default_backend(), MOST_SLOTS_ELSEWHERE)
     for exponent in range(int(math.log2(most)), 0, -1):
-        if plan(1 << exponent).fits:
-            return plan(1 << exponent)
-    return plan(1)
+        if plan(ways << exponent).fits:
+            return plan(ways << exponent)
+    return plan(ways)
 
 
-def available_bytes(params: Any) -> int | None:
-    """The memory of one device that is free or taken by the weights; None if it can't be known."""
+def available_bytes(params: Any, num_devices: int = 1) -> int | None:
+    """The memory of one device that is free or taken by the weights; None if it can't be known.
+
+    Args:
+      params: all weights, where they lie.
+      num_devices: how many are used; where they are one machine's processor they share its memory.
+    """
     device = jax.devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
@@ -104,11 +130,18 @@ def available_bytes(params: Any) -> int | None:
         free = 1024 * int(entries["MemAvailable"].split()[0])
     except (OSError, KeyError, ValueError):
         return None
-    return free + _bytes(params) if device.platform == "cpu" else None
+    return free // num_devices + _bytes(params) if device.platform == "cpu" else None
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Of one device."""
+
+    def size(x: Any) -> int:
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _size(count: int) -> str:

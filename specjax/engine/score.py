@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.types import Array, Cache, Logprobs, Model, Params
+from specjax.engine.programs import Programs
+from specjax.types import Logprobs
 
 __all__ = ["Scorer"]
 
@@ -22,17 +23,15 @@ class Scorer:
     Requests that ask for log-probabilities are scored when they are done: those that don't ask pay nothing.
 
     Args:
-      target: the target.
-      target_params: its weights.
+      programs: where :meth:`~specjax.engine.programs.Programs.score` is.
       capacity: the longest text.
       num_top: how many of the likeliest tokens there can be asked for.
     """
 
-    def __init__(self, target: Model, target_params: Params, capacity: int, num_top: int) -> None:
-        self.num_top = min(num_top, target.vocab_size)
-        self._score = partial(_score, target=target, num_top=self.num_top)
-        self._params, self._capacity = target_params, capacity
-        self._cache = target.init_cache(1, capacity)
+    def __init__(self, programs: Programs, capacity: int, num_top: int) -> None:
+        self.num_top, self._capacity = num_top, capacity
+        self._score = partial(programs.score, num_top=num_top)
+        self._cache = programs.empty_score_cache()
 
     def __call__(self, prompt: Sequence[int], tokens: Sequence[int], num_top: int) -> Logprobs:
         """The log-probabilities of ``tokens`` after the prompt and each other, NumPy [N] and [N, num_top]."""
@@ -43,7 +42,7 @@ class Scorer:
             fed, following = text[start:-1][:CHUNK], text[start + 1 :][:CHUNK]
             block[0, 0, : len(fed)], block[1, 0, : len(fed)] = fed, following
             block[2, 0] = np.where(np.arange(CHUNK) < len(fed), start + np.arange(CHUNK), self._capacity)
-            self._cache, scores = self._score(self._cache, self._params, *block)
+            self._cache, scores = self._score(self._cache, *block)
             if start + CHUNK >= len(prompt):
                 parts.append(scores)
         if not parts:  # one token of prompt and none after it
@@ -53,21 +52,3 @@ class Scorer:
         first = (len(prompt) - 1) % CHUNK
         rows = slice(first, first + len(tokens))
         return Logprobs(whole.chosen[rows], whole.top_tokens[rows, :num_top], whole.top[rows, :num_top])
-
-
-@partial(jax.jit, static_argnames=("target", "num_top"), donate_argnames="cache")
-def _score(
-    cache: Cache,
-    params: Params,
-    tokens: Array,
-    following: Array,
-    positions: Array,
-    *,
-    target: Model,
-    num_top: int,
-) -> tuple[Cache, Logprobs]:
-    output = target.apply(params, tokens, cache, positions)
-    log_probs = jax.nn.log_softmax(output.logits[0].astype(jnp.float32), axis=-1)
-    chosen = jnp.take_along_axis(log_probs, following[0][:, None], axis=-1)[:, 0]
-    top, top_tokens = jax.lax.top_k(log_probs, num_top)
-    return output.cache, Logprobs(chosen, top_tokens, top)

@@ -1,7 +1,8 @@
 """The device's side of a batch job: a fixed number of slots that rows come into and go out of.
 
-Three compiled programs, whatever the requests: *read* feeds a chunk of prompts in the lane, *admit* moves a
-row from the lane into a slot, *run* takes some steps. Everything that varies is an array.
+Pure functions, which :mod:`specjax.engine.programs` compiles once, whatever the requests: *admit* moves a row
+from the lane into a slot, *run* takes some steps, *score* reads a text that is done. Everything that varies
+is an array.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from specjax.decode import Caches, read_block
+from specjax.decode import Caches
 from specjax.generate import steps_while
 from specjax.record import Record, empty_record
 from specjax.types import (
     Array,
+    Cache,
     Context,
     DecodeState,
     Drafter,
     Edits,
     Filters,
+    Logprobs,
     Model,
     Params,
     Rule,
@@ -42,8 +45,8 @@ __all__ = [
     "batch_axes",
     "empty_caches",
     "empty_slots",
-    "read",
     "run",
+    "score",
 ]
 
 MAX_BIASES = 512
@@ -137,11 +140,6 @@ def batch_axes(target: Model, drafter: Drafter | None, capacity: int) -> tuple[i
     return tuple(int(axis[0]) for axis in axes)
 
 
-read = partial(jax.jit, static_argnames=("target", "drafter"), donate_argnames="caches")(read_block)
-"""Feeds a block of prompts [P, C]."""
-
-
-@partial(jax.jit, static_argnames="axes", donate_argnames="slots")
 def admit(
     slots: Slots, lane: Caches, row: Row, lane_row: Array, slot: Array, *, axes: tuple[int, ...]
 ) -> Slots:
@@ -177,7 +175,6 @@ def admit(
     )
 
 
-@partial(jax.jit, static_argnames=("target", "drafter", "rule"), donate_argnames="slots")
 def run(
     slots: Slots,
     target_params: Params,
@@ -227,3 +224,21 @@ def run(
     )
     report = Report(state.context.tokens, state.context.length, state.done, record, count)
     return Slots(state, record), report
+
+
+def score(
+    cache: Cache,
+    params: Params,
+    tokens: Array,
+    following: Array,
+    positions: Array,
+    *,
+    target: Model,
+    num_top: int,
+) -> tuple[Cache, Logprobs]:
+    """The log-probabilities [T] of the tokens that follow a block of one text, and of the likeliest there."""
+    output = target.apply(params, tokens, cache, positions)
+    log_probs = jax.nn.log_softmax(output.logits[0].astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(log_probs, following[0][:, None], axis=-1)[:, 0]
+    top, top_tokens = jax.lax.top_k(log_probs, num_top)
+    return output.cache, Logprobs(chosen, top_tokens, top)

@@ -55,12 +55,13 @@ class Source:
       read_bytes: how far into these it has read.
     """
 
-    def __init__(self, path: Path, max_line: int = MAX_LINE) -> None:
+    def __init__(self, path: Path, max_line: int = MAX_LINE, only: str | None = None) -> None:
         """Looks at what there is; reads nothing.
 
         Args:
           path: a file, a folder, or ``-`` for standard input. What ends in ``.gz`` is unpacked.
           max_line: the most bytes a line may have.
+          only: the name of one file in a folder, to leave the others out.
 
         Raises:
           OSError: there is no such file.
@@ -71,6 +72,8 @@ class Source:
         self.files: tuple[Path, ...] = (path,)
         if self.is_folder:
             self.files = tuple(sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz"))))
+            if only is not None:
+                self.files = tuple(file for file in self.files if file.name == only)
             if not self.files:
                 raise ValueError(f"{path} has no *.jsonl or *.jsonl.gz in it")
         self.total_bytes: int | None = None

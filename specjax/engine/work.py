@@ -34,6 +34,11 @@ class Work:
     num_logprobs: int | None = None  # reports the target's log-probabilities, and so many of the likeliest
     tag: Any = None  # the caller's own
 
+    def packed(self) -> dict[str, Any]:
+        """All but the tag, for ``Work(**packed)`` in another process."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"sampling": dict(self.sampling), "tag": None}
+
 
 @dataclasses.dataclass(frozen=True)
 class Result(DraftCounts):

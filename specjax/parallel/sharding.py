@@ -154,6 +154,11 @@ class Placement:
     draft: Layout
 
     @property
+    def num_devices(self) -> int:
+        """Of the mesh."""
+        return self.target.mesh.size
+
+    @property
     def rows(self) -> NamedSharding:
         """Of anything whose first dimension is the rows, if these divide; see :meth:`lay_rows`."""
         return NamedSharding(self.target.mesh, PartitionSpec("data"))

@@ -10,6 +10,7 @@ from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import SilentDrafter
 from specjax.engine.lane import Lane
+from specjax.engine.programs import Programs
 from specjax.engine.work import Work
 
 PARAMS = jnp.asarray(tables.random_history(0, 11))
@@ -37,7 +38,8 @@ def read_in(lane: Lane, prompt: tuple[int, ...]) -> int:
 
 def test_the_drafter_knows_where_a_prompt_ends_that_needs_no_reading():
     # Each begins the one before it, so the target has nothing to read; one of one token never has.
-    lane = Lane(tables.HistoryModel(11), PARAMS, Told(2), None, rows=1, chunk=4, capacity=64)
+    programs = Programs(tables.HistoryModel(11), PARAMS, Told(2), None, capacity=64, placement=None)
+    lane = Lane(programs, rows=1, chunk=4)
     prompt = tuple(i % 11 for i in range(30))
     for length in (30, 20, 19, 2, 1):
         known = read_in(lane, prompt[:length])

@@ -1,5 +1,6 @@
 """Real processes on this machine, over gloo: the ids of one process, and an end for all if one is gone."""
 
+import json
 import os
 import re
 import signal
@@ -16,12 +17,12 @@ QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def start(command, index=0, count=1, port=0, devices=1):
-    """Starts ``specjax generate`` as one of ``count`` processes."""
+    """Starts a job as one of ``count`` processes."""
     if count > 1:
         command = [*command, "--processes", f"{index}/{count}@localhost:{port}"]
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, "-m", "specjax.scripts", "generate", *command],
+        [sys.executable, "-m", "specjax.scripts", *command],
         env=os.environ | QUICK | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,7 +49,7 @@ def command(write_gguf):
     """Sampled decoding of a tiny model that drafts for itself."""
     path = str(write_gguf())
     options = "--temperature 1 --seed 3 --num-speculative-tokens 2 --max-tokens 12"
-    return ["he he", "--model", path, "--draft", path, *options.split()]
+    return ["generate", "he he", "--model", path, "--draft", path, *options.split()]
 
 
 @pytest.mark.slow
@@ -68,10 +69,57 @@ def test_two_processes_give_the_text_of_one(command):
     assert [text for text, _ in outputs] == [expected, ""]  # the first alone prints
 
 
+def answers(path):
+    """The lines of a batch job's output by their custom_id, without what the choice of K changes."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["custom_id"]: line["response"]["body"]["choices"] for line in lines if line["response"]}
+
+
+@pytest.mark.slow
+def test_four_processes_answer_a_file_as_one_does(write_gguf, tmp_path):
+    path, port = str(write_gguf()), free_port()
+    lines = [
+        {
+            "custom_id": f"{i}",
+            "prompt": "he" * (1 + i % 5),
+            "max_tokens": 4 + i,
+            "temperature": i % 2,
+            "seed": i,
+        }
+        | ({"logprobs": 1} if i == 2 else {"stop": "h"} if i == 3 else {})
+        for i in range(9)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n")
+    options = ["--model", path, "--draft", path, "--num-speculative-tokens", "2", "--slots", "4"]
+
+    def command(output):
+        files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / output)]
+        return ["batch", *files, *options, "--capacity", "64"]
+
+    alone = start(command("alone.jsonl"))
+    mesh = ["--mesh", "data=2,model=2"]
+    several = [start([*command("several.jsonl"), *mesh], index, 4, port) for index in range(4)]
+    try:
+        ends = [process.communicate(timeout=300) for process in (alone, *several)]
+    finally:
+        stop([alone, *several])
+    # The first has read the line that is none.
+    assert [process.returncode for process in (alone, *several)] == [3, 3, 0, 0, 0], ends
+    expected = answers(tmp_path / "alone.jsonl")
+    assert len(expected) == 9
+    got = answers(tmp_path / "several.jsonl")
+    for choices in (*expected.values(), *got.values()):
+        for choice in choices:
+            if choice.get("logprobs"):
+                del choice["logprobs"]  # equal to rounding
+    assert got == expected
+
+
 @pytest.mark.slow
 def test_if_one_is_killed_the_other_ends_and_says_so(write_gguf):
     path, port = str(write_gguf(metadata={"llama.context_length": 1 << 20})), free_port()
     endless = [
+        "generate",
         "he",
         "--model",
         path,

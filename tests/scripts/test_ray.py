@@ -1,0 +1,75 @@
+"""Several engines on one machine: the answers of one, and nothing lost with an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+
+
+def start(*argv):
+    return subprocess.Popen(
+        [sys.executable, "-m", "specjax.scripts", "batch", *map(str, argv)],
+        env=os.environ | QUICK | {"RAY_DISABLE_IMPORT_WARNING": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(folder: Path) -> dict[str, list[str]]:
+    return {file.name: sorted(file.read_text().splitlines()) for file in folder.iterdir()}
+
+
+def engines() -> list[int]:
+    """The processes of the engines that run."""
+    found = subprocess.run(["pgrep", "-f", "ray::.*Answerer"], capture_output=True, text=True, check=False)
+    return [int(number) for number in found.stdout.split()]
+
+
+@pytest.mark.slow
+def test_two_engines_answer_as_one_does_though_one_is_killed(write_gguf, tmp_path):
+    model, source = write_gguf(), tmp_path / "in"
+    source.mkdir()
+    for shard in range(4):
+        with (source / f"part-{shard}.jsonl").open("w") as file:
+            for i in range(60):
+                body = dict(prompt="he" * (1 + i % 7), max_tokens=40, temperature=0.8 * (i % 2), seed=i)
+                print(json.dumps({"custom_id": f"{shard}-{i}"} | body), file=file)
+            print("no JSON", file=file)
+    options = ["-i", source, "--model", model, "--slots", 2, "--capacity", 128]
+    alone = start(*options, "-o", tmp_path / "alone")
+    assert alone.wait(timeout=300) == 3, alone.stderr.read()
+    alone.stderr.close()
+
+    shared = start(*options, "-o", tmp_path / "shared", "--ray", 2)
+    try:
+        deadline = time.monotonic() + 200
+        while not any(file.stat().st_size for file in (tmp_path / "shared").glob("part-*")):
+            assert shared.poll() is None, shared.stderr.read()
+            assert time.monotonic() < deadline, "no engine has answered anything"
+            time.sleep(0.05)
+        victims = engines()
+        assert len(victims) == 2
+        os.kill(victims[0], signal.SIGKILL)
+        _, said = shared.communicate(timeout=300)
+    finally:
+        shared.kill()
+        shared.wait()
+        shared.stderr.close()
+    assert shared.returncode == 3, said
+    assert "4 of 4 files" in said
+    assert lines_of(tmp_path / "shared") == lines_of(tmp_path / "alone")
+    again = start(*options, "-o", tmp_path / "shared", "--ray", 2)
+    _, said = again.communicate(timeout=300)
+    assert again.returncode == 3, said
+    assert "0 answered, 4 with an error, 240 done before" in said
