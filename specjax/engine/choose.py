@@ -71,10 +71,8 @@ class Chooser:
         self._job_tried = self._job_tried * fade + tried.sum(axis=0)
         self._job_kept = self._job_kept * fade + kept_at_least.sum(axis=0)
 
-    def time(self, width: int, seconds: float | None) -> None:
-        """Takes note of the seconds that a step of this width took, if these are known."""
-        if seconds is None:
-            return
+    def time(self, width: int, seconds: float) -> None:
+        """Takes note of the seconds that a step of this width took."""
         before = self.seconds.get(width, seconds)
         # A machine that was asleep makes no K slow: that would be believed for as long as K isn't chosen.
         self.seconds[width] = before + SMOOTH * (min(seconds, 2 * before) - before)

@@ -269,7 +269,8 @@ class Engine:
         self._chooser.see(flight.width, at_least[:, : self._chooser.widths[-1]], row_steps)
         if num_steps >= MIN_STEPS:
             seconds = (self._ended_at - flight.started) / int(num_steps) if is_timed else None
-            self._chooser.time(flight.width, tell(seconds))
+            if (seconds := tell(seconds)) is not None:
+                self._chooser.time(flight.width, seconds)
         self.stats.taken = int(length[live & ~done].sum())
         self.stats.add_run(flight.width, int(num_steps), row_steps, drafted, at_least)
         ended = []

@@ -46,18 +46,25 @@ def tell(value: Any = None) -> Any:
 def relay(
     source: Iterable[T], pack: Callable[[T], Any] = lambda x: x, unpack: Callable[[Any], T] = lambda x: x
 ) -> Iterator[T]:
-    """What ``source`` gives on the first process, on every process.
+    """What ``source`` gives on the first process, on every process; alone, an iterator over it.
 
     Args:
       source: read on the first process alone, item by item, as they are asked for.
       pack: makes of an item what :func:`tell` takes.
       unpack: makes an item of that again, on the other processes.
     """
-    if jax.process_index() == 0:
-        for item in source:
-            tell((pack(item),))
-            yield item
-        tell(())
-    else:
-        while packed := tell():
-            yield unpack(*packed)
+    if jax.process_count() == 1:
+        return iter(source)
+    return _give(source, pack) if jax.process_index() == 0 else _take(unpack)
+
+
+def _give(source: Iterable[T], pack: Callable[[T], Any]) -> Iterator[T]:
+    for item in source:
+        tell((pack(item),))
+        yield item
+    tell(())
+
+
+def _take(unpack: Callable[[Any], T]) -> Iterator[T]:
+    while packed := tell():
+        yield unpack(*packed)

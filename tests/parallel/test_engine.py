@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter
 from specjax.engine.engine import Engine
@@ -36,6 +35,7 @@ def made(mesh: str | None, slots: int, draft_ways: int | None = None) -> Engine:
         draft_params=draft_params,
         slots=slots,
         capacity=CAPACITY,
+        adaptive=False,  # this machine's times decide nothing
         max_logprobs=2,
         placement=placement,
     )
@@ -65,7 +65,7 @@ def alone():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "slots", "draft_ways"),
-    [("data=2,model=4", 4, 1), ("data=4,model=2", 5, None), ("data=8", 8, None), ("model=8", 3, 2)],
+    [("data=2,model=4", 4, 1), ("data=4,model=2", 5, None), ("model=8", 3, 2)],
 )
 def test_the_answers_do_not_depend_on_the_mesh(mesh, slots, draft_ways):
     results = {result.work.tag: result for result in made(mesh, slots, draft_ways).run(mixed_work())}
