@@ -1,5 +1,6 @@
 """How every test runs: eight CPU devices, JAX's strict switches on, compiled programs kept between runs."""
 
+import gc
 import os
 
 # JAX reads these when it is first imported, so they come before it (and reach the tests' child processes).
@@ -9,6 +10,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax
+import pytest
 from gguf_files import smollm2, tiny_weights_function, write_gguf  # noqa: F401
 
 from specjax.scripts import _cli
@@ -16,3 +18,14 @@ from specjax.scripts import _cli
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 _cli.start()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_freed_after_each_file():
+    """Every compiled program holds some memory maps, of which Linux gives a process 65,530.
+
+    A process that has run most of the suite had none left, and crashed inside the next compilation.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
