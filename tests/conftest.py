@@ -1,10 +1,11 @@
-"""How every test runs: eight CPU devices, JAX's strict switches on, compiled programs kept between runs."""
+"""How every test runs: eight CPU devices, JAX's strict switches on, programs compiled fast and kept."""
 
 import gc
 import os
 
 # JAX reads these when it is first imported, so they come before it (and reach the tests' child processes).
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most programs run briefly: compiling is what costs time
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # libtpu, where it is installed, looks for a TPU even so
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax.numpy as jnp
 import tables
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import SilentDrafter
 from specjax.engine.lane import Lane
