@@ -30,3 +30,12 @@ def programs_freed_after_each_file():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+# A file runs in one process. Begun last, one of these would leave the other process idle for minutes.
+LONGEST = ("test_mutants.py", "test_docs.py", "test_notebooks.py", "test_engine.py", "test_smollm2.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the files that take longest first, in the order of their tests."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
