@@ -11,11 +11,11 @@ from specjax.sampling import make_sampling
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Where a module imports this, its programs run briefly: what costs time is compiling them well."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def full_compile():
+    """Where a module imports this, its programs run for so long that compiling them well pays."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def decode_rows(

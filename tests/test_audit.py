@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import quick_compile  # noqa: F401
 from tables import TableModel, random_table
 
 from specjax import sampling, verify

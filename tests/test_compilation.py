@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tables
-from runs import quick_compile  # noqa: F401
 
 from specjax import generate as module
 from specjax.drafters import LookupDrafter, ModelDrafter

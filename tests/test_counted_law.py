@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tables
 from exact import Tables, expected_tokens
-from runs import assert_counts_follow, count_sequences, decode_rows
+from runs import assert_counts_follow, count_sequences, decode_rows, full_compile  # noqa: F401
 
 from specjax.drafters import LookupDrafter, ModelDrafter
 
@@ -38,7 +38,7 @@ def count(
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_counted_law_of_three_tokens(rule, drafter):
     options = {"temperature": 0.7, "top_p": 0.9}
-    counts, accepted = count(TABLE, rule, *DRAFTERS[drafter], 3, 4 * ROWS, **options)
+    counts, accepted = count(TABLE, rule, *DRAFTERS[drafter], 3, 2 * ROWS, **options)
     assert_counts_follow(counts, tables.sequence_law(TABLE, PROMPT, 3, **options))
     assert accepted.min() > 1000, "the steps don't stop everywhere"
 
@@ -46,7 +46,7 @@ def test_counted_law_of_three_tokens(rule, drafter):
 def test_what_a_step_throws_away_does_not_bend_the_next():
     # Noise that comes back in a later step shows in the joint law only, under the block rule.
     target, draft = (tables.constant_table([*probs, 0]) for probs in ((0.1, 0.6, 0.3), (0.6, 0.38, 0.02)))
-    counts, _ = count(target, "block", ModelDrafter(MODEL, 2), draft, 3, 16 * ROWS, temperature=1.0)
+    counts, _ = count(target, "block", ModelDrafter(MODEL, 2), draft, 3, 8 * ROWS, temperature=1.0)
     assert_counts_follow(counts, tables.sequence_law(target, PROMPT, 3))
 
 

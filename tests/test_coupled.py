@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tables
-from runs import decode_rows, quick_compile  # noqa: F401
+from runs import decode_rows
 
 from specjax.drafters import LookupDrafter, ModelDrafter
 

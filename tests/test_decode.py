@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tables
-from runs import quick_compile  # noqa: F401
 from scripted import Shortened, Spoiled
 
 from specjax.decode import speculative_step, start

@@ -13,7 +13,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from runs import quick_compile  # noqa: F401
 
 from specjax.engine.requests import parse_request
 from specjax.models import load

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import quick_compile  # noqa: F401
 from tables import TableModel, random_table
 
 from specjax.drafters import LookupDrafter, ModelDrafter

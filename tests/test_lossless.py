@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tables
 from exact import Case, Tables, output_laws
-from runs import quick_compile  # noqa: F401
 
 PLAIN, NUCLEUS = {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}
 CASES = [

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tables
-from runs import quick_compile  # noqa: F401
 
 from specjax import sampling
 from specjax.drafters import LookupDrafter, ModelDrafter

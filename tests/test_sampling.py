@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tables
-from runs import assert_counts_follow, quick_compile  # noqa: F401
+from runs import assert_counts_follow
 
 from specjax import sampling
 from specjax.sampling import Role, keys_at, make_sampling, sample, uniform

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tables
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import LookupDrafter, ModelDrafter
 from specjax.generate import Source, generate

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import assert_counts_follow, quick_compile  # noqa: F401
+from runs import assert_counts_follow
 from tables import softmax
 
 from specjax import verify

@@ -372,7 +372,7 @@ class Engine:
         self.stats.tokens_read = self._lane.tokens_read
 
     def _run(self, width: int, max_steps: int, enough: int) -> Report:
-        control = self._cancelled.copy(), *map(np.int32, (MIN_STEPS, max_steps, enough))
+        control = self._cancelled.copy(), np.int32(MIN_STEPS), np.int32(max_steps), np.int32(enough)
         self._slots, report = self._programs.run(
             self._slots, *control, drafter=self._drafters[width], rule=self._rule
         )

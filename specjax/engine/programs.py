@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from specjax.decode import Caches, read_block
 from specjax.engine import slots as device
 from specjax.parallel.sharding import Placement, sharded_jit, shardings_of, state_shardings
-from specjax.types import Array, Cache, Drafter, Logprobs, Model, Params, Rule
+from specjax.types import Cache, Drafter, Logprobs, Model, Params, Rule
 
 __all__ = ["Programs", "caches_shardings"]
 
@@ -55,7 +56,7 @@ class Programs:
     def empty_caches(self, rows: int) -> Caches:
         """Caches in which nothing has been read."""
         make = partial(device.empty_caches, self._target, self._drafter, rows, self._capacity)
-        return self._made(make, partial(caches_shardings, self._placement))
+        return self._made(make, lambda caches: caches_shardings(self._mesh, caches))
 
     def empty_slots(self, count: int, num_draft_tokens: int) -> device.Slots:
         """Slots that are all free."""
@@ -69,7 +70,7 @@ class Programs:
         make = partial(self._target.init_cache, 1, self._capacity)
         return self._made(make, lambda cache: state_shardings(self._mesh.target, cache))
 
-    def read(self, caches: Caches, *block: Array) -> Caches:
+    def read(self, caches: Caches, *block: ArrayLike) -> Caches:
         """:func:`specjax.decode.read_block`; the caches are consumed."""
         models: dict[str, Any] = dict(target=self._target, drafter=self._drafter)
         return self._call(_read, read_block, (caches, *self._params), block, caches, models)
@@ -79,13 +80,13 @@ class Programs:
         return self._call(_admit, device.admit, (slots, lane), row, slots, dict(axes=self._axes))
 
     def run(
-        self, slots: device.Slots, *control: Array, drafter: Drafter | None, rule: Rule
+        self, slots: device.Slots, *control: ArrayLike, drafter: Drafter | None, rule: Rule
     ) -> tuple[device.Slots, device.Report]:
         """:func:`specjax.engine.slots.run`; the slots are consumed."""
         how = dict(target=self._target, drafter=drafter, rule=rule)
         return self._call(_run, device.run, (slots, *self._params), control, slots, how, reports=True)
 
-    def score(self, cache: Cache, *block: Array, num_top: int) -> tuple[Cache, Logprobs]:
+    def score(self, cache: Cache, *block: ArrayLike, num_top: int) -> tuple[Cache, Logprobs]:
         """:func:`specjax.engine.slots.score`; the cache is consumed."""
         how = dict(target=self._target, num_top=num_top)
         return self._call(_score, device.score, (cache, self._params[0]), block, cache, how, reports=True)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_target
-from runs import quick_compile  # noqa: F401
 
 from specjax.distill.train import join_params
 from specjax.drafters import EitherDrafter, FeatureDrafter, LookupDrafter, ModelDrafter

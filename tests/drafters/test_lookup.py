@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import LookupDrafter
 from specjax.types import Context

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tables
-from runs import assert_counts_follow, count_sequences, quick_compile  # noqa: F401
+from runs import assert_counts_follow, count_sequences
 
 from specjax.drafters import ModelDrafter
 from specjax.sampling import Role, keys_at, make_sampling, sample

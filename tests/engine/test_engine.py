@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 import tables
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
 from specjax.engine.engine import Engine

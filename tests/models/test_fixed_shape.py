@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import LookupDrafter, ModelDrafter, SilentDrafter
 from specjax.generate import generate

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -52,7 +53,6 @@ def run_tests(folder: Path, killers: list[str]) -> tuple[int, str]:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             sys.path.insert(0, str(folder))
-            sys.dont_write_bytecode = True
             options = ["-q", "-n0", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
             code = pytest.main([*options, "-c", str(TESTS.parent / "pyproject.toml"), *killers])
             sys.stdout.flush()
@@ -66,15 +66,23 @@ def main(folder: Path) -> None:
     table = load_table()
     copy_library(folder)
     os.chdir(folder)
+    # Compiled Python is kept from run to run: by the time of its source, of which no two edits share one.
+    sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
+    ticks = itertools.count()
+
+    def write(file: Path, text: str) -> None:
+        file.write_text(text)
+        os.utime(file, (tick := next(ticks), tick))
+
     for line in sys.stdin:
         mutant = table[line.strip()]
         file = folder / "specjax" / mutant.file
         source = file.read_text()
         report = {"occurrences": source.count(mutant.old)}
         if report["occurrences"] == 1:
-            file.write_text(source.replace(mutant.old, mutant.new))
+            write(file, source.replace(mutant.old, mutant.new))
             with contextlib.ExitStack() as undo:
-                undo.callback(file.write_text, source)
+                undo.callback(write, file, source)
                 report["code"], report["output"] = run_tests(
                     folder, [f"{TESTS}/{test}" for test in mutant.killers]
                 )

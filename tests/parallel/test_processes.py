@@ -13,8 +13,6 @@ import pytest
 
 from specjax.parallel.processes import joined, parse_processes
 
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-
 
 def start(command, index=0, count=1, port=0, devices=1):
     """Starts a job as one of ``count`` processes."""
@@ -23,7 +21,7 @@ def start(command, index=0, count=1, port=0, devices=1):
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "-m", "specjax.scripts", *command],
-        env=os.environ | QUICK | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"XLA_FLAGS": flags, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from runs import quick_compile  # noqa: F401
 
 from specjax.drafters import ModelDrafter
 from specjax.generate import Decoding, generate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import sys
 import time
 
 import pytest
-from runs import quick_compile  # noqa: F401
 
 from specjax.scripts import __main__ as specjax_command
 
@@ -286,8 +284,7 @@ def test_a_job_that_is_ended_loses_nothing(model, tmp_path, number):
     source.write_text("\n".join(line(f"r{i}", "hehe" * (i % 7 + 1), **bodies) for i in range(60)))
     command = [sys.executable, "-m", "specjax.scripts", "batch", "-i", str(source), "-o", str(sink)]
     command += ["--model", str(model), "--slots", "2", "--no-adaptive"]
-    environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not sink.exists() or sink.read_text().count("\n") < 3:
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)

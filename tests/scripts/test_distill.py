@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from runs import quick_compile  # noqa: F401
 
 from specjax.scripts import __main__ as specjax_command
 

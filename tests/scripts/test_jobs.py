@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from runs import quick_compile  # noqa: F401
 
 from specjax.scripts import __main__ as specjax_command
 from specjax.scripts import batch, generate, spec_bench

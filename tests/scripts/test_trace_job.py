@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from runs import quick_compile  # noqa: F401
 
 from specjax.record import Source
 from specjax.scripts import __main__ as specjax_command
