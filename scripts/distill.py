@@ -15,6 +15,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,9 @@ class Config:
     """At the end of the warm-up; it falls along a cosine to a tenth."""
     warmup: int = 30
     """Steps of the warm-up."""
+    mesh: str = ""
+    """Train on several devices, as in 'data=8': these share out the sequences of a forward, and have the
+    draft's weights each. Empty: one device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the products in training; weights and sums are float32."""
     seed: int = 0
@@ -89,6 +93,14 @@ class Config:
         if self.capacity < 64 or not 0 < self.held_out < 1:
             raise ValueError("--capacity must be at least 64, --held-out between 0 and 1")
         self.weights()
+        if self.mesh:
+            from specjax.parallel.sharding import parse_mesh
+
+            ways = parse_mesh(self.mesh)
+            if ways["model"] > 1:
+                raise ValueError("a draft is trained whole on each device: give --mesh data alone")
+            if self.batch % ways["data"]:
+                raise ValueError(f"--batch must be a multiple of the mesh's data={ways['data']}")
 
     def weights(self) -> tuple[tuple[str, float], ...]:
         """The losses and their weights."""
@@ -211,6 +223,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     from specjax.distill.vocabulary import frequent_tokens, share_covered
     from specjax.models.derive import output_rows
     from specjax.models.draft_file import load_draft, save_draft
+    from specjax.parallel.sharding import make_placement, put
 
     head = output_rows(loaded.params)
     folders = list(score_shards(loaded.model, loaded.params, head, shards, capacity=config.capacity))
@@ -275,17 +288,27 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
         return figures
 
     checkpoints = Checkpoints(str(config.out / "checkpoints"))
+    state = init_state(trained, optimizer)
+    shardings: dict[str, Any] = {}
+    spread: dict[str, Any] = {}
     with _cli.blame_input(ValueError):
+        if config.mesh:
+            placement = make_placement(config.mesh)
+            everywhere = placement.everywhere
+            state, frozen = put((state, frozen), everywhere)
+            shardings = dict(out_shardings=(everywhere, everywhere))
+            spread = dict(place_batch=partial(put, shardings=placement.parts_of_rows))
         state, finished = fit(
-            init_state(trained, optimizer),
+            state,
             frozen,
             batches,
             checkpoints,
-            make_step(student, objective, optimizer),
+            make_step(student, objective, optimizer, **shardings),
             Plan(config.steps, 10, config.evaluate_every, config.save_every),
             evaluate=evaluate,
             log=config.out / "metrics.jsonl",
             say=lambda line: print(line, flush=True),
+            **spread,
         )
     best = checkpoints.best()
     if best is not None:

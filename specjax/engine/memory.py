@@ -13,7 +13,7 @@ import jax
 from specjax.engine.lane import default_rows
 from specjax.engine.programs import caches_shardings
 from specjax.engine.slots import empty_caches
-from specjax.parallel.sharding import Placement, place
+from specjax.parallel.sharding import Placement, place, state_shardings
 from specjax.types import Drafter, Model
 
 __all__ = ["MemoryPlan", "available_bytes", "plan_memory"]
@@ -35,13 +35,14 @@ class MemoryPlan:
     weights: int
     row: int  # the caches of one row, of target and drafter
     step: int  # one row's logits and what is made of them
+    score: int  # the cache of a text that is read for its log-probabilities
     available: int | None  # with the weights that are there already; None where nobody knows
 
     @property
     def total(self) -> int:
         """All that a device will hold."""
         slots, lane_rows = self.rows_of_a_device
-        return self.weights + (slots + lane_rows) * self.row + slots * self.step
+        return self.weights + (slots + lane_rows) * self.row + self.score + slots * self.step
 
     @property
     def rows_of_a_device(self) -> tuple[int, int]:
@@ -61,7 +62,8 @@ class MemoryPlan:
         slots, lane_rows = self.rows_of_a_device
         text = (
             f"weights {_size(self.weights)} + ({slots} slots + {lane_rows} being read) x "
-            f"{_size(self.row)} of cache + {slots} x {_size(self.step)} of logits = {_size(self.total)}"
+            f"{_size(self.row)} of cache + {_size(self.score)} to score + {slots} x {_size(self.step)} of "
+            f"logits = {_size(self.total)}"
         )
         if self.ways > 1:
             text = f"on each device, with {slots} of {self.slots} slots: {text}"
@@ -98,12 +100,17 @@ def plan_memory(
     if placement is not None:
         caches = place(caches, caches_shardings(placement, caches))
     row = _bytes(caches)
+    score = jax.eval_shape(partial(target.init_cache, 1, capacity))
+    if placement is not None:
+        score = place(score, state_shardings(placement.target, score))
     width = 1 + (0 if drafter is None else drafter.num_draft_tokens)
     # Logits, the warped ones and what a draw makes of a row, all float32; the draft's likewise.
     step = 4 * target.vocab_size * (3 * width + 6)
 
     def plan(count: int) -> MemoryPlan:
-        return MemoryPlan(count, default_rows(count, ways), ways, weights, row, step, available)
+        return MemoryPlan(
+            count, default_rows(count, ways), ways, weights, row, step, _bytes(score), available
+        )
 
     if slots is not None:
         return plan(slots)

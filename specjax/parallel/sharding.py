@@ -164,6 +164,11 @@ class Placement:
         return NamedSharding(self.target.mesh, PartitionSpec("data"))
 
     @property
+    def parts_of_rows(self) -> NamedSharding:
+        """Of arrays [A, B, ..], of which B are the rows: a batch in parts, as training has it."""
+        return NamedSharding(self.target.mesh, PartitionSpec(None, "data"))
+
+    @property
     def everywhere(self) -> NamedSharding:
         """Of what every device holds."""
         return NamedSharding(self.target.mesh, PartitionSpec())

@@ -28,7 +28,9 @@ def test_the_plan_is_what_the_device_will_hold(scan_layers, drafted):
     caches = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((held.target_cache, held.draft_state)))
     assert plan.row == caches / 5
     assert plan.weights == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    assert plan.total == plan.weights + 9 * plan.row + 5 * plan.step
+    one = jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(1, 64)))
+    assert plan.score == sum(x.size * x.dtype.itemsize for x in one)
+    assert plan.total == plan.weights + 9 * plan.row + 5 * plan.step + plan.score
     assert plan.fits  # nobody knows better
     axes = batch_axes(model, drafter, 64)
     assert {x.shape[axis] for x, axis in zip(jax.tree.leaves(held)[-len(axes) :], axes, strict=True)} == {5}
