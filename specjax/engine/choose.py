@@ -10,17 +10,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["Chooser"]
+__all__ = ["MIN_STEPS", "Chooser"]
 
-PRIOR = 0.4
-"""What the acceptance of a token is taken for before any was seen, as if from so many steps:"""
-PRIOR_STEPS = 8
+PRIOR = 0.3
+"""What the acceptance of a token is taken for before any was seen; of the job, as if from so many steps:"""
+JOB_STEPS = 4
+ROW_STEPS = 8
+"""A row's own steps count as much as the job's when there are so many."""
+SURE = 64
+"""Steps of rows after which a width is known well enough to be run for long."""
+MIN_STEPS = 8
+"""Steps of the shortest run, such as one that looks at a width."""
 FORGET = 2000
 """Steps of rows after which what was seen of the job counts half."""
 SMOOTH = 0.2
 """Weight of the newest measurement of a step's time."""
-FIRST_PROBE, LAST_PROBE = 16, 256
-"""Runs between two looks at the second-best choice; twice as many after each that changed nothing."""
+PROBE_SHARE = 0.004
+"""Of the time, what may be lost by looking at the second-best choice again."""
+LEAST_LOSS = 0.25
+"""Steps that a look counts as lost at least, so that two choices that are alike don't take turns."""
 
 
 class Chooser:
@@ -47,8 +55,8 @@ class Chooser:
         self._kept = np.zeros((slots, self.widths[-1]))
         self._job_tried = np.zeros(self.widths[-1])
         self._job_kept = np.zeros(self.widths[-1])
-        self._best = 0
-        self._until_probe = self._interval = FIRST_PROBE
+        self._spent, self._lost = 0.0, 0.0  # seconds of decoding, and of these lost by looking
+        self.is_sure = True  # whether the last choice is one to run for long
 
     def forget_row(self, slot: int) -> None:
         """Another request came into the slot."""
@@ -62,6 +70,7 @@ class Chooser:
           kept_at_least: [B, K_max], steps of each row that kept at least 1, 2, .. drafted tokens.
           steps: [B], the steps in which each row was live.
         """
+        self._spent += float(steps.max(initial=0)) * self.seconds.get(width, 0.0)
         if not width:
             return
         tried = np.where(np.arange(self.widths[-1]) < width, steps[:, None], 0)
@@ -84,9 +93,9 @@ class Chooser:
         for i in range(len(job)):
             # Of what has never been tried, the ratio to the position before is taken to go on.
             prior = reached * step
-            job[i] = (self._job_kept[i] + PRIOR_STEPS * prior) / (self._job_tried[i] + PRIOR_STEPS)
+            job[i] = (self._job_kept[i] + JOB_STEPS * prior) / (self._job_tried[i] + JOB_STEPS)
             step, reached = min(job[i] / max(reached, 1e-9), 1.0), job[i]
-        return (self._kept[live] + PRIOR_STEPS * job) / (self._tried[live] + PRIOR_STEPS)
+        return (self._kept[live] + ROW_STEPS * job) / (self._tried[live] + ROW_STEPS)
 
     def rates(self, live: np.ndarray) -> dict[int, float]:
         """Expected tokens a second of each width."""
@@ -100,13 +109,15 @@ class Chooser:
     def choose(self, live: np.ndarray) -> int:
         """K for the next run over the live rows, [B] bool; now and then the second-best, to look again."""
         rates = self.rates(live)
-        ranked = sorted(self.widths, key=rates.__getitem__, reverse=True)
-        if ranked[0] != self._best:
-            self._best, self._interval = ranked[0], FIRST_PROBE
-            self._until_probe = self._interval
-        self._until_probe -= 1
-        if self._until_probe > 0 or len(ranked) == 1:
-            return ranked[0]
-        self._interval = min(2 * self._interval, LAST_PROBE)
-        self._until_probe = self._interval
-        return ranked[1]
+        best, *others = sorted(self.widths, key=rates.__getitem__, reverse=True)
+        self.is_sure = not best or bool(self._job_tried[best - 1] >= SURE)
+        if not others:
+            return best
+        # The tokens that the best one would have made meanwhile, in its seconds.
+        loss = self.seconds[others[0]] * (1 - rates[others[0]] / rates[best])
+        loss = MIN_STEPS * max(loss, LEAST_LOSS / MIN_STEPS * self.seconds[best])
+        if self._lost + loss > PROBE_SHARE * self._spent:
+            return best
+        self._lost += loss
+        self.is_sure = False
+        return others[0]

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.engine.choose import Chooser
+from specjax.engine.choose import MIN_STEPS, Chooser
 from specjax.engine.lane import Lane, default_rows
 from specjax.engine.programs import Programs
 from specjax.engine.running import Running
@@ -32,8 +32,9 @@ from specjax.verify import RULES
 
 __all__ = ["Engine"]
 
-MIN_STEPS, MAX_STEPS = 8, 32
-"""Steps between two visits: no fewer, so that the host is seldom waited for; no more, so that it is seen."""
+MAX_STEPS = 32
+"""Steps between two visits at most, so that the host is seen; at least MIN_STEPS, so that it is seldom
+waited for."""
 READS = 16
 """Chunks that the lane reads at most in one visit while rows are being decoded: a long prompt doesn't stall
 them for long."""
@@ -82,12 +83,10 @@ class Engine:
       adaptive: chooses K while running; otherwise it is always the widest.
       detokenizer: makes what turns ids into text, block by block; needed for stop strings.
       max_logprobs: the most alternatives that work may ask for; None has no log-probabilities at all.
-      prefill_rows: P, prompts read at once; None: 4 for each of the devices that rows are spread over, or as
-        many as there are slots.
+      prefill_rows: P, prompts read at once; None: 4 for each device along ``data``, no more than slots.
       chunk: tokens of a prompt read at once; None: 16 on a CPU, where more rows make no product faster, else
         128.
-      placement: how rows and models lie on a mesh; target and drafters are then wrapped, and their weights
-        laid, by :meth:`specjax.parallel.sharding.Layout.lay`.
+      placement: how all lies on a mesh; :meth:`specjax.parallel.sharding.Layout.lay` has laid the models.
     """
 
     def __init__(
@@ -311,7 +310,8 @@ class Engine:
         is_alone = self._is_idle
         self._busy()
         started = time.perf_counter()
-        report = self._run(width, MIN_STEPS if watched else MAX_STEPS, 1 if more else self.num_slots)
+        most = MAX_STEPS if self._chooser.is_sure and not watched else MIN_STEPS
+        report = self._run(width, most, 1 if more else self.num_slots)
         self._cancelled[:] = False
         return _Flight(report, width, list(self._running), started, is_alone)
 

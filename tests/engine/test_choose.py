@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specjax.engine.choose import LAST_PROBE, Chooser
+from specjax.engine.choose import Chooser
 
 SLOTS, STEPS = 4, 8
 LIVE = np.ones(SLOTS, bool)
@@ -51,10 +51,24 @@ def test_a_useless_draft_costs_next_to_nothing():
         assert sum(price[width] for width in chosen) < 1.02 * len(chosen)
 
 
+@pytest.mark.parametrize("costs", [(1.0, 1.1, 1.2), (1.0, 1.35, 1.5), (1.0, 1.9, 3.9)])
+def test_a_useless_draft_is_seen_through_at_once(costs):
+    # One row, whose job is over after 300 steps: no more than 2% of it are lost.
+    made = Chooser([0, 1, 3], 1)
+    made.seconds = dict(zip(made.widths, costs, strict=True))
+    spent, steps = 0.0, 0
+    while steps < 300:
+        width = made.choose(np.ones(1, bool))
+        count = 32 if made.is_sure else 8
+        made.see(width, np.zeros((1, 3), int), np.array([count]))
+        spent, steps = spent + count * made.seconds[width], steps + count
+    assert spent < 1.02 * steps
+
+
 def test_a_draft_that_becomes_good_is_found():
     made, rng = chooser((1.0, 1.1, 1.2)), np.random.default_rng(2)
     play(made, 300, 0.0, rng)
-    chosen = play(made, 8 * LAST_PROBE, 0.95, rng)
+    chosen = play(made, 2000, 0.95, rng)
     assert chosen[-1] == 3
 
 
