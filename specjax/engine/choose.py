@@ -55,6 +55,7 @@ class Chooser:
         self._kept = np.zeros((slots, self.widths[-1]))
         self._job_tried = np.zeros(self.widths[-1])
         self._job_kept = np.zeros(self.widths[-1])
+        self._timed: int | None = None  # the width that was timed last
         self._spent, self._lost = 0.0, 0.0  # seconds of decoding, and of these lost by looking
         self.is_sure = True  # whether the last choice is one to run for long
 
@@ -81,10 +82,18 @@ class Chooser:
         self._job_kept = self._job_kept * fade + kept_at_least.sum(axis=0)
 
     def time(self, width: int, seconds: float) -> None:
-        """Takes note of the seconds that a step of this width took."""
-        before = self.seconds.get(width, seconds)
+        """Takes note of the seconds that a step of this width took.
+
+        A machine that becomes slower does so for every width, and longer texts cost each of them: a change
+        from run to run of one width moves all. What a width costs beside the others shows where it follows
+        another.
+        """
+        before = self.seconds.setdefault(width, seconds)
         # A machine that was asleep makes no K slow: that would be believed for as long as K isn't chosen.
-        self.seconds[width] = before + SMOOTH * (min(seconds, 2 * before) - before)
+        change = 1 + SMOOTH * (min(seconds / before, 2) - 1)
+        for moved in self.seconds if self._timed in (None, width) else (width,):
+            self.seconds[moved] *= change
+        self._timed = width
 
     def chances(self, live: np.ndarray) -> np.ndarray:
         """The estimated P(accepted >= i) of the live rows ([B] bool), [rows, K_max]."""

@@ -90,9 +90,21 @@ def test_measured_times_are_smoothed_and_followed():
     made = chooser((1.0, 1.1, 1.2))
     play(made, 50, 0.9, np.random.default_rng(3))
     for _ in range(30):
+        made.time(1, 1.1)
         made.time(3, 9.0)
     assert 8.5 < made.seconds[3] < 9.0
     assert play(made, 1, 0.9, np.random.default_rng(4)) == [1]
+
+
+@pytest.mark.parametrize(("chance", "best"), [(0.0, 0), (0.9, 3)])
+def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice(chance, best):
+    made = chooser((1.0, 1.1, 1.2))
+    play(made, 50, chance, np.random.default_rng(3))
+    for _ in range(40):
+        made.time(best, 3.0)
+    assert 2.9 < made.seconds[best] < 3.0
+    rates = made.rates(LIVE)
+    assert max(rates, key=rates.__getitem__) == best
 
 
 def test_one_time_far_out_ends_no_choice():
