@@ -43,9 +43,7 @@ def tell(value: Any = None) -> Any:
     return ast.literal_eval(client.blocking_key_value_get(f"specjax/told/{number}", 1000 * PATIENCE))
 
 
-def relay(
-    source: Iterable[T], pack: Callable[[T], Any] = lambda x: x, unpack: Callable[[Any], T] = lambda x: x
-) -> Iterator[T]:
+def relay(source: Iterable[T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> Iterator[T]:
     """What ``source`` gives on the first process, on every process; alone, an iterator over it.
 
     Args:

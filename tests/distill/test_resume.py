@@ -136,7 +136,8 @@ def test_killed_during_a_save_the_last_whole_one_is_taken(tmp_path):
     # What a kill leaves behind, whenever it came: a folder that isn't whole must not be taken for one.
     (tmp_path / "killed" / "checkpoints" / "9.orbax-checkpoint-tmp").mkdir()
     whole = {folder.name for folder in (tmp_path / "killed" / "checkpoints").glob("*[0-9]")}
-    assert "4" in whole  # 8 only if it was faster than the kill
+    assert "4" in whole
+    assert max(map(int, whole)) in (4, 8)  # 8 if it was faster than the kill
     with (tmp_path / "killed" / "metrics.jsonl").open("a") as log:
         log.write('{"step": 9, "lo')
     resumed, _ = run(tmp_path / "killed", 10)
