@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import statistics
 import sys
 import time
@@ -29,7 +30,7 @@ class Config(_jobs.DecoderOptions):
     slots: tuple[int, ...] = (1, 4, 16)
     """Rows decoded at a time."""
     tasks: tuple[str, ...] = ("qa",)
-    """Spec-Bench tasks to take prompts from."""
+    """Spec-Bench tasks to take prompts from, mixed as in a job; 'all' for every one."""
     requests_per_slot: int = 3
     """Requests of a run, for each slot."""
     max_tokens: int = 64
@@ -59,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     useless = config.draft == "useless"
     with _cli.blame_input():
-        prompts = _jobs.spec_bench(config.tasks)
+        prompts = _jobs.spec_bench(() if config.tasks == ("all",) else config.tasks)
+        random.Random(0).shuffle(prompts)  # the file goes task by task
     decoder = _jobs.load_decoder(dataclasses.replace(config, draft="lookup") if useless else config)
     drafters = decoder.ladder(adaptive=True)
     if useless:
