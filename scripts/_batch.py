@@ -209,6 +209,7 @@ class Job:
                     self._note()
 
             self.answer(visited)
+            check()  # an input that was broken off has not been answered
             progress.update(
                 task, completed=self._source.total_bytes or 1, total=self._source.total_bytes or 1
             )
@@ -269,7 +270,10 @@ class Job:
         while True:
             # A file that can't be read on, or an input that has changed, ends the job; what is done stays.
             with _cli.blame_input():
-                line = next(lines, None)
+                try:
+                    line = next(lines, None)
+                except InterruptedError:  # what is being decoded is still written; then the job looks up
+                    return
                 if line is None:
                     return
                 entry, request = admit(line, self._ledger, self._model)

@@ -127,7 +127,7 @@ def _answer(config: Config) -> int:
     from specjax.scripts import _batch
 
     signals: list[int] = []
-    with _noticing(signals), contextlib.ExitStack() as stack:
+    with _noticing(signals, source), contextlib.ExitStack() as stack:
         with _cli.blame_input():
             job = _batch.open_job(stack, config, source, output, decoder)
         job.run(lambda: _raise_if(signals))
@@ -170,13 +170,14 @@ def _raise_if(signals: list[int]) -> None:
 
 
 @contextlib.contextmanager
-def _noticing(signals: list[int]) -> Iterator[None]:
-    """Notes SIGINT and SIGTERM down; a second Ctrl-C ends the process as usual."""
+def _noticing(signals: list[int], source: Source) -> Iterator[None]:
+    """Notes SIGINT and SIGTERM down, and reads no more; a second Ctrl-C ends the process as usual."""
 
     def note(number: int, frame: FrameType | None) -> None:
         if signals and number == signal.SIGINT:
             raise KeyboardInterrupt
         signals.append(number)
+        source.interrupt()
 
     before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:

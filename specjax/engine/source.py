@@ -83,12 +83,24 @@ class Source:
             sizes = [file.stat().st_size for file in self.files]
             self.total_bytes = sum(sizes) if all(file.is_file() for file in self.files) else None
         self.read_bytes = 0
+        self._is_waiting, self._is_interrupted = False, False
+
+    def interrupt(self) -> None:
+        """Ends the reading, from a signal's handler: a pipe may have nothing to say for hours.
+
+        Raises:
+          InterruptedError: in whoever waits for a line now; else in whoever asks for the next.
+        """
+        self._is_interrupted = True
+        if self._is_waiting:
+            raise InterruptedError
 
     def __iter__(self) -> Iterator[Line]:
         """Reads from the beginning.
 
         Raises:
           OSError: a file can't be read.
+          InterruptedError: :meth:`interrupt` was called.
           ValueError: a ``.gz`` is damaged.
         """
         if self.path == Path("-"):
@@ -111,7 +123,7 @@ class Source:
 
     def _lines(self, shard: str, file: BinaryIO | gzip.GzipFile) -> Iterator[Line]:
         number = 0
-        while raw := file.readline(self._max_line + 2):  # with its end, \r\n at most
+        while raw := self._read(file, self._max_line + 2):  # with its end, \r\n at most
             number += 1
             whole = raw.endswith(b"\n") or len(raw) < self._max_line + 2
             if number == 1:
@@ -120,10 +132,19 @@ class Source:
             digest = hashlib.blake2b(raw, digest_size=8)
             if len(raw) > self._max_line or not whole:
                 raw = b""
-                while not whole and (more := file.readline(_SKIP)):
+                while not whole and (more := self._read(file, _SKIP)):
                     digest.update(more)
                     whole = more.endswith(b"\n")
                 problem = f"longer than {self._max_line} bytes"
                 yield Line(shard, number, "", digest.digest(), problem)
             elif raw.strip():
                 yield Line(shard, number, raw.decode("utf-8", "surrogateescape"), digest.digest())
+
+    def _read(self, file: BinaryIO | gzip.GzipFile, size: int) -> bytes:
+        self._is_waiting = True
+        try:
+            if self._is_interrupted:
+                raise InterruptedError
+            return file.readline(size)
+        finally:
+            self._is_waiting = False

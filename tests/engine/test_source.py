@@ -2,6 +2,8 @@
 
 import gzip
 import io
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -69,6 +71,26 @@ def test_standard_input(monkeypatch):
     source = Source(Path("-"))
     assert source.total_bytes is None
     assert [line.text for line in source] == ["one", "two"]
+
+
+def test_whoever_waits_for_a_line_can_be_interrupted(monkeypatch):
+    reader, writer = os.pipe()
+    with open(reader) as stdin, open(writer, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        source = Source(Path("-"))
+        lines = iter(source)
+        pipe.write("one\n")
+        assert next(lines).text == "one"
+        before = signal.signal(signal.SIGALRM, lambda *_: source.interrupt())
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            with pytest.raises(InterruptedError):
+                next(lines)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        pipe.write("two\n")
+        with pytest.raises(InterruptedError):
+            next(iter(source))
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import gzip
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 
 import pytest
@@ -297,3 +302,28 @@ def test_a_job_that_is_ended_loses_nothing(model, tmp_path, number):
     assert sink.read_text().startswith(before[: before.rindex("\n") + 1])
     assert sorted(answers(sink)) == sorted(f"r{i}" for i in range(60))
     assert sink.read_text().count("\n") == 60
+
+
+def test_a_job_that_waits_for_a_pipe_can_be_ended(model, tmp_path, monkeypatch, capsys):
+    reader, writer = os.pipe()
+    ended = threading.Event()
+    in_time = []
+
+    def send():
+        os.write(writer, line("one", "hehe").encode() + b"\n")
+        while array.array("i", fcntl.ioctl(reader, termios.FIONREAD, bytes(4)))[0]:  # until it was read
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        in_time.append(ended.wait(60))
+        os.close(writer)
+
+    thread = threading.Thread(target=send)
+    with open(reader) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        thread.start()
+        code = run("batch", "-o", tmp_path / "out.jsonl", "--model", model, "--slots", 2, "--no-adaptive")
+        ended.set()
+        thread.join()
+    assert in_time == [True]
+    assert code == 143
+    assert "SIGTERM: run it again to go on" in capsys.readouterr().err
