@@ -184,7 +184,7 @@ class Engine:
         """Compiles all programs and times a step of each K; ``progress(name, done, total)`` says how far."""
         names = ["prefill", "admission", *(f"steps with K = {width}" for width in self._drafters)]
         names += ["log-probabilities"] * (self._scorer is not None)
-        work = Work((1,), ignore_eos=True)
+        work, row = Work((1,), ignore_eos=True), 0
         for done, name in enumerate(names):
             progress(name, done, len(names))
             if name == "prefill":
@@ -192,14 +192,12 @@ class Engine:
                 self._lane.read()
                 jax.block_until_ready(self._lane.caches)
             elif name == "admission":
-                (row, _) = self._lane.take() or (0, work)
-                for slot in range(self.num_slots):
-                    self._admit(slot, row, work)
-                jax.block_until_ready(self._slots)
+                row, _ = self._lane.take() or (0, work)
+                self._admit(0, row, work)
             elif name == "log-probabilities" and self._scorer is not None:
                 self._scorer(work.prompt, [1], 0)
             else:
-                self._time_step(list(self._drafters)[done - 2])
+                self._time_step(list(self._drafters)[done - 2], row, work)
         progress("ready", len(names), len(names))
         self._running = [None] * self.num_slots
         self._cancelled[:] = True
@@ -378,13 +376,15 @@ class Engine:
         )
         return report
 
-    def _time_step(self, width: int) -> None:
-        """Runs some steps of all slots twice, the first time to compile."""
+    def _time_step(self, width: int, *row: Any) -> None:
+        """Runs some steps of a new row in all slots twice, the first time to compile."""
         for _ in range(2):
+            for slot in range(self.num_slots):  # those of the last run may have ended
+                self._admit(slot, *row)
+            jax.block_until_ready(self._slots)
             started = time.perf_counter()
             steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)
-            seconds = (time.perf_counter() - started) / max(steps, 1)
-        self._chooser.seconds[width] = tell(seconds)
+            self._chooser.seconds[width] = tell((time.perf_counter() - started) / max(steps, 1))
 
     def _busy(self) -> None:
         """The device is about to be given something."""

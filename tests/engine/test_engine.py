@@ -208,6 +208,23 @@ def test_results_may_outlive_the_engine():
     results.close()
 
 
+def test_each_k_is_timed_over_steps_that_were_taken(monkeypatch):
+    # Together they would take more tokens than a slot has room for.
+    monkeypatch.setattr("specjax.engine.engine.MIN_STEPS", 40)
+    decoder = engine("itself")
+    run, steps = decoder._run, []
+
+    def counted(*arguments):
+        report = run(*arguments)
+        steps.append(int(report.num_steps))
+        return report
+
+    decoder._run = counted
+    decoder.warm_up()
+    assert len(steps) == 6  # K = 0, 1, 3, twice each
+    assert min(steps) >= 30
+
+
 def test_a_run_that_ended_unseen_is_not_timed():
     decoder = engine("lookup", slots=1)
     decoder.warm_up()
