@@ -172,7 +172,7 @@ def resume(output: Output, fingerprint: Mapping[str, Any], *, overwrite: bool = 
         output.path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock(output.state, output))
-        found = output.state.read_text(encoding="utf-8")
+        found = output.state.read_text(encoding="utf-8", errors="replace")
         if _written(output) and not overwrite:
             _compare(output, found, wanted)
             ledger = Ledger.of(output)
@@ -201,7 +201,7 @@ def _compare(output: Output, found: str, wanted: dict[str, Any]) -> None:
         if state["format"] != wanted["format"]:
             raise ValueError("of another version")
         names = sorted(old.keys() | new.keys())
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(_stranger(output)) from None
     missing = object()
     changes = [
