@@ -18,6 +18,8 @@ from specjax.engine.sink import Sink, repair, replace_file
 
 __all__ = ["Gauges", "MetricsWriter", "Totals", "prometheus_text", "series_line"]
 
+_BEGIN = b'{"time": '
+"""How each point of the time series begins."""
 INTERVAL = 5.0
 """Seconds between two points of the time series; Prometheus asks every 15 by default."""
 
@@ -133,8 +135,13 @@ class MetricsWriter:
 
         Raises:
           OSError: a file can't be written.
+          ValueError: there is a file that is no time series.
         """
-        if path.exists():
+        if path.is_file():
+            with path.open("rb") as file:
+                begin = file.read(len(_BEGIN))
+            if path.suffix != ".gz" and not _BEGIN.startswith(begin):
+                raise ValueError(f"{path} is there already, and no time series: name another file")
             repair(path)
         self._sink, self._model = Sink(path), model
         self._prometheus = path.with_suffix(".prom")

@@ -135,10 +135,18 @@ def test_a_series_has_a_point_every_so_often(tmp_path, clock):
 
 def test_a_series_goes_on_after_a_torn_line(tmp_path, clock):
     path = tmp_path / "run.jsonl"
-    path.write_text('{"tokens": 1}\n{"tok')
+    path.write_text('{"time": 1, "tokens": 1}\n{"ti')
     with MetricsWriter(path, "m") as writer:
         writer.write(FIRST, GAUGES)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["tokens"] for row in rows] == [1, 30]
     assert rows[1]["steps_by_k"] == {"4": 10, "0": 2}
     assert rows[1]["accepted_per_position"] == [9, 6, 5]
+
+
+def test_a_file_that_is_no_series_is_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("precious\nwithout an end")
+    with pytest.raises(ValueError, match=r"notes\.txt is there already, and no time series"):
+        MetricsWriter(path, "m")
+    assert path.read_text() == "precious\nwithout an end"
