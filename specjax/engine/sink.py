@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import io
 import os
 import stat
 import sys
@@ -140,7 +141,7 @@ class Output:
         self.files = tuple(self._shards.values()) or (path,)
         self.state = path.absolute().with_name(path.absolute().name + ".state.json")
         for mine, its in zip(self.files, source.files, strict=True):
-            if mine.exists() and its.exists() and mine.samefile(its):
+            if mine.exists() and _is_same(mine, its):
                 raise ValueError(f"{mine} is the input too: name another output")
 
     def write(self, shard: str, *lines: str) -> None:
@@ -224,6 +225,16 @@ def replace_file(path: Path, text: str) -> None:
         os.fsync(folder)  # the disk knows the file by its name, too
     finally:
         os.close(folder)
+
+
+def _is_same(mine: Path, its: Path) -> bool:
+    """Whether a file that is there is also the input."""
+    if its != Path("-"):
+        return its.exists() and mine.samefile(its)
+    try:
+        return os.path.samestat(mine.stat(), os.fstat(sys.stdin.fileno()))
+    except io.UnsupportedOperation:  # no file of the system's
+        return False
 
 
 def _end_of_lines(file: BinaryIO) -> int:

@@ -210,7 +210,7 @@ def test_a_folder_answers_a_folder(tmp_path, monkeypatch):
         assert content(other / name) == [f"{i}\n", f"{i + 3}\n", f"{i + 6}\n"]
 
 
-def test_the_output_must_be_another_than_the_input(tmp_path):
+def test_the_output_must_be_another_than_the_input(tmp_path, monkeypatch):
     path, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
     path.write_text("x\n")
     link.symlink_to(path)
@@ -219,6 +219,10 @@ def test_the_output_must_be_another_than_the_input(tmp_path):
             Output(output, Source(path))
     with pytest.raises(ValueError, match="is the input too"):
         Output(tmp_path, Source(tmp_path))
+    with path.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(ValueError, match="is the input too"):
+            Output(path, Source(Path("-")))
     with pytest.raises(ValueError, match="name a file"):
         Output(tmp_path, Source(path))
     with pytest.raises(ValueError, match="name a folder"):
