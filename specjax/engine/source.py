@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -41,7 +42,9 @@ class Line:
     @property
     def name(self) -> str:
         """``line-17``, or ``part-0.jsonl-line-17``: a custom_id for a line that has none."""
-        return f"{self.shard}-line-{self.number}" if self.shard else f"line-{self.number}"
+        # Linux takes any bytes for a file's name; what goes on from here must be text.
+        shard = os.fsencode(self.shard).decode(errors="backslashreplace")
+        return f"{shard}-line-{self.number}" if shard else f"line-{self.number}"
 
 
 class Source:
@@ -71,7 +74,8 @@ class Source:
         self.is_folder = path.is_dir()
         self.files: tuple[Path, ...] = (path,)
         if self.is_folder:
-            self.files = tuple(sorted(f for f in path.iterdir() if f.name.endswith((".jsonl", ".jsonl.gz"))))
+            named = (file for file in path.iterdir() if file.name.endswith((".jsonl", ".jsonl.gz")))
+            self.files = tuple(sorted(file for file in named if not file.is_dir()))
             if only is not None:
                 self.files = tuple(file for file in self.files if file.name == only)
             if not self.files:

@@ -109,6 +109,14 @@ def test_a_folder_is_read_in_the_order_of_names(tmp_path):
     assert source.read_bytes == source.total_bytes
 
 
+def test_a_folder_of_any_names(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "older.jsonl").mkdir(parents=True)
+    (folder / os.fsdecode(b"caf\xe9.jsonl")).write_text('{"prompt": "x"}\n')
+    (line,) = Source(folder)
+    assert parse_request(line.text, line.name, "m").custom_id == "caf\\xe9.jsonl-line-1"
+
+
 def test_how_far_it_has_read_is_known(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text("x" * 99 + "\n" + "y" * 99 + "\n")
