@@ -164,6 +164,7 @@ class Job:
         self._console = Console(stderr=True)
         self._model, self._plan = config.model, plan
         self._finishes: dict[str, int] = {}
+        self._refused_before = ledger.num_refused
         self.num_answered, self.num_skipped, self.num_refused = 0, 0, ledger.num_refused
 
         def encode(request: Request) -> list[int]:
@@ -236,7 +237,7 @@ class Job:
         stats = self._engine.stats
         return Totals(
             answered=self.num_answered,
-            refused=self.num_refused,
+            refused=self.num_refused - self._refused_before,
             prompt_tokens=stats.prompt_tokens,
             tokens=stats.tokens,
             row_steps=stats.row_steps,
@@ -315,7 +316,7 @@ class Job:
         steps = sum(stats.steps.values())
         return {
             "answered": f"{totals.answered}",
-            "with an error": f"{totals.refused}",
+            "with an error": f"{self.num_refused}",
             "done before": f"{self.num_skipped}",
             "prompt tokens": f"{totals.prompt_tokens}, of which {stats.tokens_read} had to be read",
             "tokens": f"{totals.tokens} in {totals.seconds:.1f} s, {totals.tokens_per_second:.1f} a second",

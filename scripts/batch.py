@@ -149,19 +149,19 @@ def _share_out(config: Config, source: Source, output: Output) -> int:
 
 def _check_paths(config: Config, source: Source, output: Output) -> None:
     """Refuses pages and figures that can't be written, or would be written over something else."""
-    taken = {file.absolute(): "the input" for file in source.files}
-    taken |= dict.fromkeys((file.absolute() for file in (output.path, *output.files)), "the output")
+    taken = {file.resolve(): "the input" for file in source.files}
+    taken |= dict.fromkeys((file.resolve() for file in (output.path, *output.files)), "the output")
     figures = {"--metrics": config.metrics, "--report": config.report}
     if config.metrics is not None:
         figures["the Prometheus file of --metrics"] = config.metrics.with_suffix(".prom")
     for name, path in figures.items():
         if path is None:
             continue
-        if path.is_dir() or not path.absolute().parent.is_dir():
+        if path.is_dir() or not path.resolve().parent.is_dir():
             raise ValueError(f"{name}: {path} can't be a file; name one in a folder that is there")
-        if path.absolute() in taken:
-            raise ValueError(f"{name}: {path} is {taken[path.absolute()]} too: name another file")
-        taken[path.absolute()] = name
+        if path.resolve() in taken:
+            raise ValueError(f"{name}: {path} is {taken[path.resolve()]} too: name another file")
+        taken[path.resolve()] = name
 
 
 def _raise_if(signals: list[int]) -> None:

@@ -173,8 +173,9 @@ def test_a_job_goes_on_where_it_was(model, tmp_path, capsys):
         assert run("batch", *options) == 3
         assert sorted(sink.read_text().splitlines()) == whole
     capsys.readouterr()
-    assert run("batch", *options) == 3
+    assert run("batch", *options, "--metrics", tmp_path / "run.jsonl") == 3
     assert "done before" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run.jsonl").read_text())["refused"] == 0  # it counts from zero
     assert sorted(sink.read_text().splitlines()) == whole
 
     assert run("batch", *options, "--max-tokens", 7) == 2
@@ -262,15 +263,18 @@ def test_what_cannot_be_started_gets_one_line(model, tmp_path, options, message,
         (["--metrics", "out.jsonl"], "--metrics: out.jsonl is the output too"),
         (["--metrics", "in.jsonl"], "--metrics: in.jsonl is the input too"),
         (["--report", "out.jsonl"], "--report: out.jsonl is the output too"),
+        (["--report", "../here/in.jsonl"], "--report: ../here/in.jsonl is the input too"),
         (["--report", "none/page.html"], "--report: none/page.html can't be a file"),
     ],
 )
 def test_figures_are_written_over_nothing(tmp_path, monkeypatch, options, message, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_text(line("a", "hehe"))
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (here / "in.jsonl").write_text(line("a", "hehe"))
     assert run("batch", "-i", "in.jsonl", "-o", "out.jsonl", "--model", "none.gguf", *options) == 2
     assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert [path.name for path in here.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
