@@ -99,6 +99,8 @@ def parse_request(line: str, name: str | None = None, model: str | None = None) 
     if not isinstance(row, dict):
         raise RequestError(f"a line must be a JSON object, not {type(row).__name__}")
     bare = not row.keys() & {"method", "url", "body"}
+    if bare:  # null means: not given
+        row = {name: value for name, value in row.items() if value is not None}
     custom_id = row.pop("custom_id", name if bare else None)
     if not isinstance(custom_id, str) or not custom_id:
         raise RequestError("custom_id must be a string that is not empty")

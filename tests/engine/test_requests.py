@@ -171,6 +171,12 @@ def test_a_bare_body_is_a_request():
         parse_request(json.dumps({"url": TEXT["url"], "body": TEXT["body"]}), "line-17", "m")
 
 
+def test_a_null_of_a_bare_body_is_as_if_it_were_not_there():
+    plain = parse_request('{"prompt": "x"}', "line-1", "m")
+    nulls = '{"prompt": "x", "messages": null, "model": null, "custom_id": null, "seed": null}'
+    assert parse_request(nulls, "line-1", "m") == plain
+
+
 def test_choices_have_seeds_of_their_own():
     request = parse_request(changed(TEXT, n=128, seed=7))
     seeds = choice_seeds(request)
