@@ -164,6 +164,7 @@ class Job:
         self._console = Console(stderr=True)
         self._model, self._plan = config.model, plan
         self._finishes: dict[str, int] = {}
+        self._broken_off: Exception | None = None  # what is wrong with the rest of the input
         self._refused_before = ledger.num_refused
         self.num_answered, self.num_skipped, self.num_refused = 0, 0, ledger.num_refused
 
@@ -218,7 +219,11 @@ class Job:
         self._summarize()
 
     def answer(self, on_visit: Callable[[], object] = lambda: None) -> None:
-        """Answers all lines, and shows nothing; ``on_visit`` as in :meth:`Engine.run`."""
+        """Answers all lines, and shows nothing; ``on_visit`` as in :meth:`Engine.run`.
+
+        Raises:
+          UsageError: the input can't be read on, or has changed; the lines before are answered.
+        """
         for result in self._engine.run(self._works(), on_visit=on_visit):
             asked: Asked = result.work.tag
             if result.finish is not None:
@@ -231,6 +236,9 @@ class Job:
             if line is not None:
                 self._output.write(asked.shard, line)
                 self.num_answered += 1
+        with _cli.blame_input():
+            if self._broken_off is not None:
+                raise self._broken_off
 
     def totals(self) -> Totals:
         """What was done so far."""
@@ -269,15 +277,16 @@ class Job:
     def _works(self) -> Iterator[Work]:
         lines = iter(self._source)
         while True:
-            # A file that can't be read on, or an input that has changed, ends the job; what is done stays.
-            with _cli.blame_input():
-                try:
-                    line = next(lines, None)
-                except InterruptedError:  # what is being decoded is still written; then the job looks up
-                    return
+            try:
+                line = next(lines, None)
                 if line is None:
                     return
                 entry, request = admit(line, self._ledger, self._model)
+            except InterruptedError:  # what is being decoded is still written; then the job looks up
+                return
+            except (OSError, ValueError) as error:  # it can't be read on, or has changed
+                self._broken_off = error
+                return
             if entry.done:
                 self.num_skipped += 1
                 continue

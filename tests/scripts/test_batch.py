@@ -207,6 +207,16 @@ def test_gzip_folders_and_pipes(model, tmp_path, capsysbinary, monkeypatch):
     assert {row["custom_id"]: row for row in rows} == answers(sink / "a.jsonl")
 
 
+def test_what_a_damaged_file_still_has_is_answered(model, tmp_path, capsys):
+    source, sink = tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl"
+    lines = "\n".join(line(f"r{i}", "hehe", max_tokens=1) for i in range(5))
+    source.write_bytes(gzip.compress(lines.encode())[:-8])  # without the end, a checksum
+    options = ["-i", source, "-o", sink, "--model", model, "--slots", 2]
+    assert run("batch", *options) == 2
+    assert "damaged gzip after line" in capsys.readouterr().err
+    assert sorted(answers(sink)) == ["r0", "r1", "r2", "r3"]  # of the last nobody knows whether it is whole
+
+
 @pytest.mark.parametrize("text", ["", "\n  \n\n"])
 def test_an_input_without_a_line_is_answered_by_an_empty_file(model, tmp_path, text):
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
