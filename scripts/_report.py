@@ -67,4 +67,5 @@ def write_report(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{STYLE}</style><h1>{html.escape(title)}</h1><table>{rows}</table>{pictures}</html>\n",
         encoding="utf-8",
+        errors="backslashreplace",  # a path need not be text
     )

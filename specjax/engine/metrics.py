@@ -221,4 +221,5 @@ def _difference(new: Totals, old: Totals) -> Totals:
 
 
 def _escape(text: str) -> str:
+    text = text.encode(errors="backslashreplace").decode()  # a path need not be text
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

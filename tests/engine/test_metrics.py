@@ -1,6 +1,7 @@
 """Counts: added up, written as a series, and under the names that vLLM's users know."""
 
 import json
+import os
 import re
 
 import pytest
@@ -103,6 +104,7 @@ def test_a_name_with_odd_characters_breaks_no_line():
     text = prometheus_text(FIRST, GAUGES, 'a"b\\c\nd')
     assert 'model_name="a\\"b\\\\c\\nd"' in text
     assert samples(text)["vllm:generation_tokens_total",] == 30
+    assert 'model_name="caf\\\\udce9"' in prometheus_text(FIRST, GAUGES, os.fsdecode(b"caf\xe9"))
 
 
 @pytest.fixture

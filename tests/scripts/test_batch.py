@@ -17,6 +17,7 @@ import time
 
 import pytest
 
+from specjax.engine.metrics import Totals
 from specjax.scripts import __main__ as specjax_command
 
 
@@ -264,6 +265,15 @@ def test_what_cannot_be_started_gets_one_line(model, tmp_path, options, message,
     assert message in error
     assert error.startswith("specjax batch: error: ")
     assert error.count("\n") == 1
+
+
+def test_a_page_may_have_any_title(tmp_path):
+    pytest.importorskip("matplotlib")
+    from specjax.scripts._report import write_report
+
+    title = "<b> " + os.fsdecode(b"caf\xe9")  # what a path may be
+    write_report(tmp_path / "page.html", title, {}, Totals(), [], [], [])
+    assert "<h1>&lt;b&gt; caf\\udce9</h1>" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(
