@@ -106,6 +106,8 @@ class Limits:
             raise ValueError(f"logit_bias has a token outside the vocabulary of {self.vocab_size}")
         if work.stop and not self.has_text:
             raise ValueError("stop strings need an engine with a detokenizer")
+        if not all(work.stop):
+            raise ValueError("a stop string must not be empty")
         most = -1 if self.max_logprobs is None else self.max_logprobs
         if work.num_logprobs is not None and not 0 <= work.num_logprobs <= most:
             raise ValueError(f"{work.num_logprobs} log-probabilities are more than this engine gives")

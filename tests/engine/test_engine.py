@@ -321,6 +321,12 @@ def test_what_cannot_be_done_is_refused_before(work, message):
         engine("lookup").submit(work)
 
 
+def test_an_empty_stop_string_is_refused_before():
+    limits = dataclasses.replace(engine("lookup").limits, has_text=True)
+    with pytest.raises(ValueError, match="a stop string must not be empty"):
+        limits.check(Work((1, 2), 5, stop=("x", "")))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
