@@ -130,8 +130,7 @@ def devices_of(topology: str) -> Sequence[Any]:
 
 def _lay(shape: Shape, layout: Layout, num_layers: int, scanned: bool) -> tuple[ShardedModel, Params]:
     model, params = shape.build(num_layers, scanned)
-    sharded = ShardedModel(model, layout)
-    return sharded, place(params, sharded.param_shardings(params))
+    return ShardedModel(model, layout), place(params, layout.param_shardings(model, params))
 
 
 @dataclasses.dataclass(frozen=True)
