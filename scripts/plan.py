@@ -178,6 +178,9 @@ def _programs(
             "host_transfers": program.host_transfers(text),
         }
         figures["fits"] &= memory.total <= chip.memory
+    judged = plan.compile_rule(step, rule).as_text()
+    # No loop of theirs runs more often than a float has bits, or than there are drafted tokens.
+    figures["rule_bytes"] = program.traffic(judged, max(32, config.num_speculative_tokens))
     return figures
 
 
@@ -234,6 +237,11 @@ def _print(config: Config, figures: dict[str, Any]) -> None:
             times = f"{one['floor'] * 1e3:.2f}", f"{one['seconds'] * 1e3:.2f}"
             table.add_row(name, str(rows), *work, *exchanged, *times)
     console.print(table)
+    moved, read = figures["rule_bytes"], figures["rows"][config.rows[0]]["verify"]["bytes_read"]
+    console.print(
+        f"warp and rule ({config.rule}) move {moved / 1e6:.1f} MB at most, "
+        f"{moved / read:.1%} of what a verify forward of {config.rows[0]} rows reads"
+    )
     columns = [f"at {value:g} (best K)" for value in config.acceptance]
     table = Table("rows", "c", "v", "break-even", "plain", *columns, title="tokens a second, by acceptance")
     for rows, row in figures["rows"].items():
