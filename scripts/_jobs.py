@@ -186,10 +186,10 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         def spread(loaded: LoadedModel | LoadedDraft, layout: Layout | None) -> Any:
             if layout is None:
                 return loaded
-            model: Any
-            model, params = layout.lay(loaded.model, loaded.params)
+            model: Any = loaded.model
+            sharded, params = layout.lay(model, loaded.params)
             # A head says nothing of arrays inside: it is traced as it is.
-            model = loaded.model if isinstance(loaded.model, FeatureModel) else model
+            model = model if isinstance(model, FeatureModel) else sharded
             return dataclasses.replace(loaded, model=model, params=params)
 
         whole = load_model(options.model, options.dtype)

@@ -57,7 +57,7 @@ def answer(config: Any, source: Source, output: Output) -> int:
     fingerprint = _batch.fingerprint_of(config, _jobs.load_decoder(dataclasses.replace(config, mesh="")))
     with resume(output, fingerprint, overwrite=config.overwrite):
         # A cluster that runs is found by its variable; else one is started here, for this job alone.
-        alone = {} if "RAY_ADDRESS" in os.environ else dict(_node_ip_address="127.0.0.1")
+        alone: dict[str, Any] = {} if "RAY_ADDRESS" in os.environ else dict(_node_ip_address="127.0.0.1")
         ray.init(include_dashboard=False, log_to_driver=False, **alone)
         try:
             return _share_out(config, source)
@@ -71,8 +71,9 @@ def _share_out(config: Any, source: Source) -> int:
     options, memory = share_of(
         config.ray, ray.cluster_resources(), [node["Resources"] for node in ray.nodes()]
     )
+    answerer: Any = Answerer  # a class of callables may stand for a function there
     done = ray.data.from_items(files, override_num_blocks=len(files)).map(
-        Answerer,
+        answerer,
         fn_constructor_args=(config, memory),
         compute=ray.data.ActorPoolStrategy(size=config.ray, max_tasks_in_flight_per_actor=1),
         max_restarts=-1,
@@ -111,9 +112,7 @@ def share_of(
     kind = next((kind for kind in ("TPU", "GPU") if cluster.get(kind)), "CPU")
     each = int(cluster.get(kind, 0) // engines)
     if each < 1:
-        raise ValueError(
-            f"--ray {engines}: the cluster has {cluster.get(kind, 0):g} {kind}, one for an engine"
-        )
+        raise ValueError(f"--ray {engines}: the cluster has {cluster.get(kind, 0):g} {kind}; give no more")
     if kind == "TPU":
         return dict(resources={"TPU": each}), None
     if kind == "GPU":

@@ -47,4 +47,5 @@ def training_shardings(
     still |= {
         name: layout.sharding(("vocab", None), x.shape) for name, x in frozen.items() if name not in others
     }
-    return TrainState(trained, kept, everywhere), still
+    step: Any = everywhere
+    return TrainState(trained, kept, step), still
