@@ -44,6 +44,7 @@ def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, cap
     capsys.readouterr()
     lines = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(figures[0]["loss"], rel=1e-3)
+    assert lines[0]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=1e-3)
 
     texts = set()
     for draft in ("none", out / "draft.safetensors", f"lookup+{out / 'draft.safetensors'}"):

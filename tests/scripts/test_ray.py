@@ -34,6 +34,10 @@ def answers(folder: Path) -> dict[str, dict]:
     }
 
 
+def num_lines(folder: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in folder.iterdir())
+
+
 def engines() -> list[int]:
     """The processes of the engines that run."""
     found = subprocess.run(["pgrep", "-f", "ray::.*Answerer"], capture_output=True, text=True, check=False)
@@ -91,8 +95,9 @@ def test_two_engines_answer_as_one_does_though_one_is_killed(write_gguf, tmp_pat
     assert [len(rows) for rows in expected.values()] == [61] * 4
     assert answers(tmp_path / "shared") == expected
     # Each once: what the lost engine had written wasn't written again.
-    assert sum(len(file.read_text().splitlines()) for file in (tmp_path / "shared").iterdir()) == 4 * 61
+    assert num_lines(tmp_path / "shared") == 4 * 61
     again = start(*options, "-o", tmp_path / "shared", "--ray", 2)
     _, said = again.communicate(timeout=300)
     assert again.returncode == 3, said
     assert "0 answered, 4 with an error, 244 done before" in said
+    assert num_lines(tmp_path / "shared") == 4 * 61
