@@ -16,6 +16,7 @@ from flax import nnx
 
 from specjax import cache as kv
 from specjax.models.config import ModelConfig
+from specjax.models.functional import names_of
 from specjax.models.layers import Block, Linear, RMSNorm, rotary_angles
 from specjax.models.products import project
 from specjax.models.transformer import Transformer, init_cache
@@ -116,6 +117,10 @@ class FeatureModel:
     def score(self, params: Params, features: Array) -> Array:
         """The head's product: [B, T, D] -> [B, T, W] float32."""
         return project(features, params["head"], jnp.float32)
+
+    def param_names(self, params: Params) -> Any:
+        """The logical names of each weight's dimensions."""
+        return names_of(self.graphdef, params)
 
     def module(self, params: Params) -> FeatureHead:
         """The module with these weights."""

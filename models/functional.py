@@ -12,7 +12,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Transformer, init_cache
 from specjax.types import Array, Cache, ModelOutput, Params
 
-__all__ = ["FunctionalModel", "abstract_model", "to_model"]
+__all__ = ["FunctionalModel", "abstract_model", "names_of", "to_model"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +44,9 @@ class FunctionalModel:
         """Scores ``tokens`` [B, T] standing at ``positions`` [B, T]; see :class:`specjax.types.Model`."""
         return nnx.merge(self.graphdef, params)(tokens, cache, positions)
 
-    def param_names(self) -> Any:
-        """The logical names of each weight's dimensions, in the tree of the params."""
-        _, variables = nnx.split(nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0))))
-        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-        return nnx.to_pure_dict(
-            jax.tree.map(lambda x: x.get_metadata("names"), variables, is_leaf=is_variable)
-        )
+    def param_names(self, params: Params) -> Any:
+        """The logical names of each weight's dimensions; see :func:`names_of`."""
+        return names_of(self.graphdef, params)
 
 
 def to_model(module: Transformer) -> tuple[FunctionalModel, Params]:
@@ -64,6 +60,18 @@ def to_model(module: Transformer) -> tuple[FunctionalModel, Params]:
     """
     graphdef, state = nnx.split(module)
     return FunctionalModel(module.cfg, graphdef), nnx.to_pure_dict(state)
+
+
+def names_of(graphdef: nnx.GraphDef[Any], params: Params) -> Any:
+    """The logical names of each weight's dimensions, in the tree of the params, by which they are spread.
+
+    Args:
+      graphdef: of a module whose variables have ``names``.
+      params: its weights, or as ``jax.ShapeDtypeStruct``.
+    """
+    _, variables = nnx.split(nnx.merge(graphdef, params))
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(lambda x: x.get_metadata("names"), variables, is_leaf=is_variable))
 
 
 def abstract_model(cfg: ModelConfig) -> tuple[FunctionalModel, Params]:

@@ -63,8 +63,13 @@ def help_out(config: Any, decoder: _jobs.Decoder) -> None:
             pass
 
 
-def plan_job(config: Any, decoder: _jobs.Decoder) -> MemoryPlan:
+def plan_job(config: Any, decoder: _jobs.Decoder, share: int | None = None) -> MemoryPlan:
     """Plans the memory of one engine.
+
+    Args:
+      config: the job's.
+      decoder: its models.
+      share: bytes that it may take of a machine's memory; None if it is alone there.
 
     Raises:
       ValueError: there is too little.
@@ -74,13 +79,16 @@ def plan_job(config: Any, decoder: _jobs.Decoder) -> MemoryPlan:
         decoder.loaded.params,
         [] if decoder.draft_params is decoder.loaded.params else decoder.draft_params,
     ]
+    available = available_bytes(params, 1 if placement is None else placement.num_devices)
+    if share is not None and available is not None:
+        available = min(available, share)
     plan = plan_memory(
         decoder.loaded.model,
         params,
         drafters[-1] if drafters else decoder.plain_drafter,
         slots=config.slots,
         capacity=_capacity(config, decoder),
-        available=available_bytes(params, 1 if placement is None else placement.num_devices),
+        available=available,
         placement=placement,
     )
     if not plan.fits:

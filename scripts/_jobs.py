@@ -173,6 +173,7 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     # Here, so that --help needn't wait for them.
     from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
     from specjax.models.draft_file import DRAFTS, LoadedDraft, load_draft
+    from specjax.models.drafts import FeatureModel
     from specjax.models.load import LoadedModel, load_model
     from specjax.models.tokenizer import check_same_vocabulary
     from specjax.parallel.sharding import Layout
@@ -182,15 +183,17 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     with _cli.blame_input(OSError, ValueError):
         placement = options.placement() if isinstance(options, MeshOptions) else None
 
-        def load(spec: str, layout: Layout | None) -> LoadedModel:
-            loaded = load_model(spec, options.dtype)
+        def spread(loaded: LoadedModel | LoadedDraft, layout: Layout | None) -> Any:
             if layout is None:
                 return loaded
-            model: Any
-            model, params = layout.lay(loaded.model, loaded.params)
+            model: Any = loaded.model
+            sharded, params = layout.lay(model, loaded.params)
+            # A head says nothing of arrays inside: it is traced as it is.
+            model = model if isinstance(model, FeatureModel) else sharded
             return dataclasses.replace(loaded, model=model, params=params)
 
-        loaded = load(options.model, placement and placement.target)
+        whole = load_model(options.model, options.dtype)
+        loaded: LoadedModel = spread(whole, placement and placement.target)
         fixed = options.verify_shape == "fixed"
         plain_drafter = SilentDrafter(options.num_speculative_tokens) if fixed else None
         lookup, _, name = options.draft.rpartition("+")
@@ -200,13 +203,11 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
         draft: Any = None
         if name in DRAFTS or name.endswith(".safetensors"):
-            if placement is not None:
-                raise ValueError(f"--draft {name} runs on one device: leave --mesh out")
-            draft = load_draft(name, loaded.model, loaded.params)
+            draft = spread(load_draft(name, whole.model, whole.params), placement and placement.draft)
         elif name != "none":
             # The target as its own draft needs no second copy of the weights.
             same = name == options.model and (placement is None or placement.draft == placement.target)
-            draft = loaded if same else load(name, placement and placement.draft)
+            draft = loaded if same else spread(load_model(name, options.dtype), placement and placement.draft)
             check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
 
     def make_drafter(count: int) -> Drafter | None:

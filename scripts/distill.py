@@ -69,8 +69,8 @@ class Config:
     warmup: int = 30
     """Steps of the warm-up."""
     mesh: str = ""
-    """Train on several devices, as in 'data=8': these share out the sequences of a forward, and have the
-    draft's weights each. Empty: one device."""
+    """Train on several devices, as in 'data=2,model=4': the sequences of a forward are shared out over 2, the
+    draft's weights and Adam's state are spread over 4. Empty: one device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the products in training; weights and sums are float32."""
     seed: int = 0
@@ -97,8 +97,6 @@ class Config:
             from specjax.parallel.sharding import parse_mesh
 
             ways = parse_mesh(self.mesh)
-            if ways["model"] > 1:
-                raise ValueError("a draft is trained whole on each device: give --mesh data alone")
             if self.batch % ways["data"]:
                 raise ValueError(f"--batch must be a multiple of the mesh's data={ways['data']}")
 
@@ -218,6 +216,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     from specjax.distill.fit import Plan, fit, make_step
     from specjax.distill.predict import predict
     from specjax.distill.sequences import is_held_out, read_shards
+    from specjax.distill.spread import training_shardings
     from specjax.distill.targets import ScoredSequences, score_shards
     from specjax.distill.train import Objective, Schedule, init_state, make_optimizer, split_params
     from specjax.distill.vocabulary import frequent_tokens, share_covered
@@ -294,9 +293,9 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     with _cli.blame_input(ValueError):
         if config.mesh:
             placement = make_placement(config.mesh)
-            everywhere = placement.everywhere
-            state, frozen = put((state, frozen), everywhere)
-            shardings = dict(out_shardings=(everywhere, everywhere))
+            lie = training_shardings(placement, model, state, frozen, optimizer)
+            state, frozen = put((state, frozen), lie)
+            shardings = dict(out_shardings=(lie[0], placement.everywhere))
             spread = dict(place_batch=partial(put, shardings=placement.parts_of_rows))
         state, finished = fit(
             state,

@@ -34,8 +34,19 @@ from specjax.parallel.sharding import (
     shardings_of,
     state_shardings,
 )
+from specjax.sampling import warp
 from specjax.theory import best_num_draft_tokens, expected_tokens, speedup
-from specjax.types import Context, DecodeState, ModelOutput, Params, Rule, SamplingParams
+from specjax.types import (
+    Address,
+    Context,
+    DecodeState,
+    Draft,
+    Filters,
+    ModelOutput,
+    Params,
+    Rule,
+    SamplingParams,
+)
 
 __all__ = [
     "CHIPS",
@@ -45,6 +56,7 @@ __all__ = [
     "Forward",
     "Shape",
     "Step",
+    "compile_rule",
     "compile_start",
     "compile_step",
     "costs",
@@ -130,8 +142,7 @@ def devices_of(topology: str) -> Sequence[Any]:
 
 def _lay(shape: Shape, layout: Layout, num_layers: int, scanned: bool) -> tuple[ShardedModel, Params]:
     model, params = shape.build(num_layers, scanned)
-    sharded = ShardedModel(model, layout)
-    return sharded, place(params, sharded.param_shardings(params))
+    return ShardedModel(model, layout), place(params, layout.param_shardings(model, params))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +210,39 @@ def compile_step(step: Step, rule: Rule) -> Any:
         **step.models,
     )
     return _compile(run.lower(*step.arguments))
+
+
+def compile_rule(step: Step, rule: Rule) -> Any:
+    """Compiles the warp of the target's logits and the rule alone, the logits of both models being given.
+
+    Args:
+      step: whose batch and vocabulary it is.
+      rule: the rule; rows may be filtered.
+    """
+    batch, layout = step.batch, step.placement.target
+    context, _, sampling = step.prompts
+    row = context.length
+    number = sampling.temperature
+    sampling = dataclasses.replace(sampling, filters=Filters(number, row, number))
+
+    def logits(count: int) -> Any:
+        shape = (batch.rows, count, step.models["target"].vocab_size)
+        return jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=layout.sharding(("rows", None, "vocab"), shape)
+        )
+
+    def judge(
+        logits: Any, draft_logits: Any, tokens: Any, lengths: Any, context: Any, sampling: Any
+    ) -> tuple[Any, Any]:
+        address = Address(sampling.seed, context.length)
+        verdict = rule.verify(address, Draft(tokens, draft_logits, lengths), warp(logits, sampling, context))
+        return verdict.num_accepted, verdict.next_token
+
+    count = batch.num_draft_tokens
+    tokens = jax.ShapeDtypeStruct((batch.rows, count), jnp.int32)
+    tokens = place(tokens, step.placement.rows_of(tokens.shape))
+    arguments = logits(count + 1), logits(count), tokens, row, context, sampling
+    return _compile(jax.jit(judge, in_shardings=shardings_of(arguments)).lower(*arguments))
 
 
 def compile_start(step: Step) -> Any:

@@ -7,11 +7,26 @@ import math
 import re
 from typing import Any
 
-__all__ = ["Collective", "Memory", "collectives", "cycles", "flops", "host_transfers", "memory", "sizes"]
+__all__ = [
+    "Collective",
+    "Memory",
+    "collectives",
+    "cycles",
+    "flops",
+    "host_transfers",
+    "memory",
+    "sizes",
+    "traffic",
+]
 
 _KINDS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 _COLLECTIVE = re.compile(rf"= (.*?) ({_KINDS})(?:-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|f16|f32|f64|[su](?:4|8|16|32|64))\[([\d,]*)\]")
+_ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^}]*S\(\d\)[^}]*\}")
+"""An array in a space of its own, S(1) say, is in the chip's own memory."""
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = (.*?) ([\w-]+)\((.*?)\)(.*)$")
+_MOVES_NOTHING = {"parameter", "tuple", "get-tuple-element", "constant", "bitcast", "iota", "after-all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +88,54 @@ def flops(compiled: Any) -> float:
 def cycles(text: str) -> int:
     """The cycles that the TPU's compiler gives its instructions, loops counted once, exchanges not at all."""
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+
+
+def traffic(text: str, trips: int) -> int:
+    """Bytes that a TPU program moves between a device's memory and the chip, at most.
+
+    What the compiler keeps in the chip's own memory costs nothing. Every other input and result of an
+    instruction is counted whole, once for each instruction; of branches the dearest.
+
+    Args:
+      text: of the program.
+      trips: how often a loop runs at most.
+    """
+    bodies: dict[str, list[str]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        if found := _COMPUTATION.match(line):
+            name = found[2]
+            entry = name if found[1] else entry
+            bodies[name] = []
+        elif name and line.startswith("  "):
+            bodies[name].append(line)
+
+    def run(name: str) -> int:
+        kept: dict[str, str] = {}  # what lies in memory, by the instruction that made it
+        total = 0
+        for found in filter(None, map(_INSTRUCTION.match, bodies[name])):
+            result, kind, inputs, rest = found.group(2, 3, 4, 5)
+            kept[found[1]] = _ON_CHIP.sub("", result)
+            called = [name for name in re.findall(r"%([\w.-]+)", rest) if name in bodies]
+            if kind in _MOVES_NOTHING or kind.endswith("-done"):
+                continue
+            if kind == "while":
+                total += trips * sum(map(run, called))
+            elif kind == "conditional":
+                total += max(map(run, called))
+            elif kind == "call":
+                total += sum(map(run, called))
+            elif kind in ("copy-start", "slice-start"):
+                # Its result names source and target: the smaller of them is what moves, out or in.
+                sizes = sorted(map(_num_bytes, re.findall(r"\w+\[\d[\d,]*\]", result)))
+                both = kind == "copy-start" and "S(1)" not in result
+                total += sizes[0] * (2 if both else 1)
+            else:
+                read = (kept.get(name, "") for name in re.findall(r"%([\w.-]+)", inputs))
+                total += _num_bytes(kept[found[1]]) + sum(map(_num_bytes, read))
+        return total
+
+    return run(entry)
 
 
 def _num_bytes(result: str) -> int:

@@ -84,8 +84,18 @@ class Layout:
 
     def lay(self, model: Model, params: Params) -> tuple[ShardedModel, Params]:
         """The model as it is traced under this layout, and its weights where they lie."""
-        sharded = ShardedModel(model, self)
-        return sharded, put(params, sharded.param_shardings(params))
+        return ShardedModel(model, self), put(params, self.param_shardings(model, params))
+
+    def param_shardings(self, model: Any, params: Params) -> Params:
+        """Where the weights lie; those of a model that doesn't name them, on every device.
+
+        Args:
+          model: with ``param_names(params)``, or without.
+          params: its weights, or as ``jax.ShapeDtypeStruct``.
+        """
+        if not hasattr(model, "param_names"):
+            return jax.tree.map(lambda x: self.sharding((None,) * x.ndim, x.shape), params)
+        return jax.tree.map(lambda x, names: self.sharding(names, x.shape), params, model.param_names(params))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -110,7 +120,7 @@ class ShardedModel:
     It stands wherever a :class:`specjax.types.Model` may, so the step and the drafters need not know.
     """
 
-    model: Any  # a Model; one with param_names() has its weights spread
+    model: Any  # a Model
     layout: Layout
 
     @property
@@ -132,18 +142,6 @@ class ShardedModel:
         """The model's own, with :func:`shard` at work."""
         with self.layout.active():
             return self.model.apply(params, tokens, cache, positions)
-
-    def param_shardings(self, params: Params) -> Params:
-        """Where the weights lie; those of a model that doesn't name them, on every device.
-
-        Args:
-          params: arrays or ``jax.ShapeDtypeStruct``.
-        """
-        if not hasattr(self.model, "param_names"):
-            return jax.tree.map(lambda x: self.layout.sharding((None,) * x.ndim, x.shape), params)
-        return jax.tree.map(
-            lambda x, names: self.layout.sharding(names, x.shape), params, self.model.param_names()
-        )
 
 
 @dataclasses.dataclass(frozen=True)

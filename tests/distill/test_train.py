@@ -11,11 +11,13 @@ import numpy as np
 import optax
 import pytest
 import tiny_target
-from jax.sharding import NamedSharding, PartitionSpec
 
+from specjax.distill.checkpoints import Checkpoints
 from specjax.distill.fit import make_step
+from specjax.distill.spread import training_shardings
 from specjax.distill.train import Objective, Schedule, init_state, make_optimizer
 from specjax.generate import generate
+from specjax.parallel.sharding import make_placement, put
 from specjax.sampling import make_sampling
 
 VOCABULARY = np.arange(48, dtype=np.int32)
@@ -96,18 +98,44 @@ def test_one_batch_is_learnt_by_heart():
 
 
 def test_eight_devices_do_what_one_does():
-    # The step knows of no device: shardings stand at the jit's edge, the batch is parted over the data axis.
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    student, trained, frozen, _ = made("layers")
+    # The step knows of no device: shardings stand at the edge. Two share the sequences, four the weights.
+    placement = make_placement("data=2,model=4")
+    student, trained, frozen, model = made("layers")
     batch = tiny_target.in_parts(a_batch(), 1)
-    parted = jax.device_put(batch, NamedSharding(mesh, PartitionSpec(None, "data")))
-    step = make_step(student, Objective(), optax.sgd(1.0), out_shardings=(everywhere, everywhere))
-    state = jax.device_put(init_state(trained, optax.sgd(1.0)), everywhere)
-    state, metrics = step(state, parted, jax.device_put(frozen, everywhere))
-    assert len(jax.tree.leaves(state.params)[0].sharding.device_set) == 8
+    optimizer = optax.sgd(1.0)
+    state = init_state(trained, optimizer)
+    lie = training_shardings(placement, model, state, frozen, optimizer)
+    step = make_step(student, Objective(), optimizer, out_shardings=(lie[0], placement.everywhere))
+    state, metrics = step(put(state, lie[0]), put(batch, placement.parts_of_rows), put(frozen, lie[1]))
+    kernel = state.params["blocks"][0]["mlp"]["down"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (32, 12)  # of 48
+    assert len(kernel.sharding.device_set) == 8
     expected = gradient("layers", batch)
     assert_close((jax.tree.map(jnp.subtract, trained, jax.device_get(state.params)), metrics), expected)
+
+
+@pytest.mark.parametrize("kind", ["head", "layers"])
+def test_what_adam_keeps_lies_with_its_weight_and_is_loaded_on_one_device(kind, tmp_path):
+    _, trained, frozen, model = made(kind)
+    optimizer = make_optimizer(Schedule(10))
+    fresh = init_state(trained, optimizer)
+    state, _ = training_shardings(make_placement("data=2,model=4"), model, fresh, frozen, optimizer)
+    spread = put(fresh, state)
+    checkpoints = Checkpoints(str(tmp_path))
+    checkpoints.save(1, spread, {"next_index": 0})
+    checkpoints.wait()
+    loaded, _ = checkpoints.load(1, fresh)
+    checkpoints.close()
+    jax.tree.map(np.testing.assert_array_equal, loaded, fresh)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(loaded)} == {1}
+    adam = optax.tree.get(spread.opt_state, "mu"), optax.tree.get(spread.opt_state, "nu")
+    for kept in adam:
+        assert jax.tree.map(lambda x: x.sharding.spec, kept) == jax.tree.map(
+            lambda x: x.sharding.spec, spread.params
+        )
+    # All but the norms and what joins state and token is spread.
+    weights = [x for x in jax.tree.leaves(spread.params["blocks"]) if x.ndim > 1]
+    assert not all(x.sharding.is_fully_replicated for x in weights)
 
 
 def test_bfloat16_products_keep_float32_weights():

@@ -82,7 +82,10 @@ def test_the_answers_do_not_depend_on_the_mesh(mesh, slots, draft_ways):
 
 def test_no_device_holds_more_than_its_part():
     engine = made("data=2,model=4", 4)
-    caches = jax.tree.leaves((engine._slots.state.target_cache, engine._lane.caches[0]))
+    state = engine._slots.state
+    held = jax.tree.leaves((state.target_cache, state.draft_state, engine._lane.caches))
+    caches = [buffer for buffer in held if buffer.ndim == 4]
+    assert len(caches) == 2 * 2 * 2  # keys and values of target and draft, in slots and lane
     for buffer in caches:
         assert all(part.data.size == buffer.size // 8 for part in buffer.addressable_shards)
     placement, params = engine._programs._placement, engine._programs._params
@@ -97,7 +100,6 @@ def test_no_device_holds_more_than_its_part():
         placement=placement,
     )
     (device,) = {placement.target.mesh.devices.flat[0]}
-    state = engine._slots.state
     held = sum(
         part.data.nbytes
         for x in jax.tree.leaves((state.target_cache, state.draft_state, engine._lane.caches, params))

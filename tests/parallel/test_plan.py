@@ -157,6 +157,53 @@ def test_a_program_is_read():
     assert program.host_transfers(TEXT) == ["outfeed"]
 
 
+MOVES = """
+%body.1 (p.0: (s32[], f32[8,100])) -> (s32[], f32[8,100]) {
+  %p.1 = (s32[], f32[8,100]{1,0}) parameter(0)
+  %x.1 = f32[8,100]{1,0} get-tuple-element(%p.1), index=1
+  %far.1 = f32[8]{0:T(8)S(1)} fusion(%x.1), kind=kLoop, calls=%never
+}
+
+%cheap.1 (p.2: f32[8,100]) -> f32[8] {
+  %p.2 = f32[8,100]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %near.1 = f32[8]{0:T(8)S(1)} fusion(%p.2), kind=kLoop, calls=%never
+}
+
+%dear.1 (p.3: f32[8,100]) -> f32[8] {
+  %p.3 = f32[8,100]{1,0:T(8,128)} parameter(0)
+  ROOT %near.2 = f32[8]{0:T(8)S(1)} fusion(%p.3), kind=kLoop, calls=%never
+}
+
+ENTRY %main.1 (a: f32[8,100]) -> f32[8] {
+  %a = f32[8,100]{1,0:T(8,128)} parameter(0)
+  %start.1 = (f32[8,100]{1,0:T(8,128)S(1)}, f32[8,100]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%a)
+  %done.1 = f32[8,100]{1,0:T(8,128)S(1)} copy-done(%start.1)
+  %free.1 = f32[8,100]{1,0:T(8,128)S(1)} fusion(%done.1), kind=kLoop, calls=%never
+  %out.1 = bf16[8,100]{1,0:T(8,128)} fusion(%free.1), kind=kLoop, calls=%never
+  %part.1 = ((f32[8,100]{1,0:T(8,128)}), f32[8,25]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%a), slice={}
+  %cond.1 = f32[8]{0:T(8)S(1)} conditional(%s, %a, %a), branch_computations={%cheap.1, %dear.1}
+  %loop.1 = (s32[], f32[8,100]{1,0}) while(%t), condition=%never, body=%body.1
+}
+"""
+
+
+def test_what_a_program_moves_is_counted():
+    whole = 4 * 8 * 100
+    copied, written, sliced, branch, loop = whole, whole // 2, whole // 4, whole, 7 * whole
+    assert program.traffic(MOVES, 7) == copied + written + sliced + branch + loop
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_rule_reads_each_models_logits_once_or_twice():
+    placement = make_placement("model=4", devices=plan.devices_of("v5e:2x2"))
+    step = plan.Step.make(shape(), shape(), placement, BATCH)
+    text = plan.compile_rule(step, RULES["token"]).as_text()
+    logits = 4 * BATCH.rows * 1013 * (BATCH.num_draft_tokens + 1)
+    # The threshold of top-p is looked for on the chip, where the logits stay.
+    assert logits < program.traffic(text, 32) < 3 * logits
+
+
 def test_the_shapes_have_the_parameters_that_their_names_say():
     for name, billions in (
         ("llama-3.1-8b", 8.03),
@@ -216,8 +263,11 @@ def test_the_job_prints_and_writes_its_figures(write_gguf, tmp_path, capsys):
     options = ["--topology", "v5e:2x2", "--rows", "4", "--capacity", "512", "--live", "512"]
     options += ["--num-speculative-tokens", "2", "--json", str(out)]
     assert script.main(["--target", path, "--draft", path, *options]) == 0
-    assert "Nothing was run or measured" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())  # wherever its lines were broken
+    assert "Nothing was run or measured" in said
+    assert "warp and rule (token) move" in said
     figures = json.loads(out.read_text())
     assert figures["mesh"] == "data=2,model=2"
     assert figures["fits"]
+    assert figures["rule_bytes"] > 0
     assert figures["rows"]["4"]["verify"]["seconds"] > 0

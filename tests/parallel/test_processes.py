@@ -70,6 +70,7 @@ def test_two_processes_give_the_text_of_one(command):
 def answers(path):
     """The lines of a batch job's output by their custom_id, without what the choice of K changes."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines) == 10  # each once, and the refused one
     return {line["custom_id"]: line["response"]["body"]["choices"] for line in lines if line["response"]}
 
 
@@ -103,6 +104,10 @@ def test_four_processes_answer_a_file_as_one_does(write_gguf, tmp_path):
         stop([alone, *several])
     # The first has read the line that is none.
     assert [process.returncode for process in (alone, *several)] == [3, 3, 0, 0, 0], ends
+    assert [out for out, _ in ends[2:]] == [""] * 3
+    assert sorted(file.name for file in tmp_path.glob("several*")) == sorted(
+        file.name.replace("alone", "several") for file in tmp_path.glob("alone*")
+    )
     expected = answers(tmp_path / "alone.jsonl")
     assert len(expected) == 9
     got = answers(tmp_path / "several.jsonl")

@@ -37,13 +37,14 @@ def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, cap
     assert run("distill", *options, *sizes, "--passes", 1) == 0
     assert "resumed at step 4" in capsys.readouterr().out
 
-    # On two devices the losses are the same, to rounding.
+    # On four devices the losses are the same, to rounding.
     two = tmp_path / "two"  # what is given twice counts as given last
-    more = ["--passes", 1, "--mesh", "data=2", "--data", out / "data", "--out", two]
+    more = ["--passes", 1, "--mesh", "data=2,model=2", "--data", out / "data", "--out", two]
     assert run("distill", *options, *sizes, *more) == 0
     capsys.readouterr()
     lines = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(figures[0]["loss"], rel=1e-3)
+    assert lines[0]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=1e-3)
 
     texts = set()
     for draft in ("none", out / "draft.safetensors", f"lookup+{out / 'draft.safetensors'}"):
@@ -57,7 +58,7 @@ def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, cap
     [
         (["--losses", "forwardkl:1"], "no loss is named 'forwardkl'; there are forward_kl"),
         (["--losses", "tv:much"], "--losses are written name:weight, not tv:much"),
-        (["--mesh", "data=2,model=2"], "give --mesh data alone"),
+        (["--mesh", "model=two"], "a mesh is written like data=2,model=4"),
         (["--mesh", "data=3"], "--batch must be a multiple of the mesh's data=3"),
         (["--steps", 0], "--steps must be at least 1"),
         (["--held-out", 1], "--held-out between 0 and 1"),

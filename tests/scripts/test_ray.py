@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray")
+from specjax.scripts._ray import share_of
 
 
 def start(*argv):
@@ -33,10 +34,29 @@ def answers(folder: Path) -> dict[str, dict]:
     }
 
 
+def num_lines(folder: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in folder.iterdir())
+
+
 def engines() -> list[int]:
     """The processes of the engines that run."""
     found = subprocess.run(["pgrep", "-f", "ray::.*Answerer"], capture_output=True, text=True, check=False)
     return [int(number) for number in found.stdout.split()]
+
+
+def test_each_engine_gets_its_share():
+    big, small = {"CPU": 16.0, "memory": 8e9}, {"CPU": 8.0, "memory": 3e9}
+    # Three engines of 8 processors: two on the big machine, one on the small.
+    assert share_of(3, {"CPU": 24.0}, [big, small]) == ({"num_cpus": 8}, int(3e9))
+    assert share_of(2, {"CPU": 16.0}, [big]) == ({"num_cpus": 8}, int(4e9))
+    assert share_of(2, {"CPU": 16.0, "GPU": 5.0}, [big]) == ({"num_gpus": 2}, None)
+    assert share_of(4, {"CPU": 16.0, "TPU": 4.0}, [big]) == ({"resources": {"TPU": 1}}, None)
+
+
+@pytest.mark.parametrize("kind", ["CPU", "GPU", "TPU"])
+def test_more_engines_than_devices_are_refused(kind):
+    with pytest.raises(ValueError, match=f"--ray 5: the cluster has 4 {kind}"):
+        share_of(5, {"CPU": 4.0, kind: 4.0}, [])
 
 
 @pytest.mark.slow
@@ -75,8 +95,9 @@ def test_two_engines_answer_as_one_does_though_one_is_killed(write_gguf, tmp_pat
     assert [len(rows) for rows in expected.values()] == [61] * 4
     assert answers(tmp_path / "shared") == expected
     # Each once: what the lost engine had written wasn't written again.
-    assert sum(len(file.read_text().splitlines()) for file in (tmp_path / "shared").iterdir()) == 4 * 61
+    assert num_lines(tmp_path / "shared") == 4 * 61
     again = start(*options, "-o", tmp_path / "shared", "--ray", 2)
     _, said = again.communicate(timeout=300)
     assert again.returncode == 3, said
     assert "0 answered, 4 with an error, 244 done before" in said
+    assert num_lines(tmp_path / "shared") == 4 * 61
