@@ -97,7 +97,9 @@ def _attend(queries: Array, past: list[Pair]) -> Array:
     seen = positions[None, :] <= positions[:, None] - ahead
     scores = jnp.where(seen[None, None, None], scores, jnp.finfo(jnp.float32).min)
     # One key a query: sums of products, which a compiler fuses; as batches of tiny dots a CPU crawls.
-    trail = [tuple(jnp.roll(x, ahead - r, axis=1)[:, :, :, None] for x in past[r]) for r in range(1, ahead + 1)]
+    trail = [
+        tuple(jnp.roll(x, ahead - r, axis=1)[:, :, :, None] for x in past[r]) for r in range(1, ahead + 1)
+    ]
     own = [
         jnp.sum(grouped * key, axis=-1, dtype=jnp.float32).transpose(0, 2, 3, 1)[..., None] * scale
         for key, _ in trail

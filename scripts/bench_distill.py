@@ -63,22 +63,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     bare = bare_products(products_of(config, loaded.model.config))
     pairs = []
     for _ in range(config.runs + 1):  # the first one compiles
-        pairs.append([seconds(lambda: jax.block_until_ready(run())) for run in (step, bare)])
+        pairs.append([seconds(run) for run in (step, bare)])
     times = np.array(pairs[1:])
     whole, products = np.median(times, axis=0)
     share = np.median(times[:, 1] / times[:, 0])
     positions = config.batch * config.capacity
     print(
-        f"{positions} positions, {config.passes} passes, {jax.devices()[0].platform}: a step {whole:.3f} s, its "
-        f"products alone {products:.3f} s: {share:.0%} of the step (medians of {config.runs} runs by turns); "
+        f"{positions} positions, {config.passes} passes, {jax.devices()[0].platform}: a step {whole:.3f} s, "
+        f"its products alone {products:.3f} s, {share:.0%} of it (medians of {config.runs} runs by turns); "
         f"{positions / whole:.0f} positions/s"
     )
 
 
 def seconds(run: Callable[[], Any]) -> float:
     """How long one run takes."""
+    import jax
+
     begin = time.perf_counter()
-    run()
+    jax.block_until_ready(run())
     return time.perf_counter() - begin
 
 
@@ -180,7 +182,9 @@ def bare_products(products: Sequence[Product]) -> Callable[[], Any]:
     operands = []
     for product in products:
         left, right = random(product.left), random(product.right)
-        value = jax.eval_shape(lambda a, b, equation=product.equation: jnp.einsum(equation, a, b), left, right)
+        value = jax.eval_shape(
+            lambda a, b, equation=product.equation: jnp.einsum(equation, a, b), left, right
+        )
         operands.append((left, right, random(value.shape)))
     compiled = jax.jit(program).lower(operands).compile()
     return lambda: compiled(operands)

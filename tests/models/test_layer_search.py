@@ -15,7 +15,9 @@ from specjax.models.layer_search import search_layers
 def without_effect(params, layer):
     """The params with a layer that passes on what it gets."""
     block = params["blocks"][layer]
-    silent = jax.tree.map(jnp.zeros_like, {"attention": block["attention"]["out"], "mlp": block["mlp"]["down"]})
+    silent = jax.tree.map(
+        jnp.zeros_like, {"attention": block["attention"]["out"], "mlp": block["mlp"]["down"]}
+    )
     block = {
         **block,
         "attention": {**block["attention"], "out": silent["attention"]},
