@@ -79,9 +79,10 @@ def draft_speaker(config: Any, loaded: Any) -> tuple[Any, Any]:
     """The draft of --init as a model that speaks alone, and its params."""
     from specjax.distill.on_policy import NarrowSpeaker
     from specjax.models.draft_file import load_draft
+    from specjax.models.drafts import FeatureModel
 
     draft = load_draft(str(config.init), loaded.model, loaded.params)
-    if draft.kind == "head":
+    if isinstance(draft.model, FeatureModel):
         raise ValueError(
             f"{config.init} is a head, which needs the target to speak: leave --on-policy out, or give "
             "a draft of --kind layers or small"
@@ -152,9 +153,11 @@ def search(loaded: Any, keep: int, vocabulary: Any, source: Any) -> Sequence[int
     from specjax.models.layer_search import search_layers
 
     begin = time.perf_counter()
-    lengths = [-int(source[i]["lengths"]) for i in range(min(len(source), 64))]
+    shortness = [-int(source[i]["lengths"]) for i in range(min(len(source), 64))]
+    longest = np.argsort(shortness, kind="stable")[:2].tolist()
     batch = jax.tree.map(
-        lambda x: x[:, :128] if x.ndim > 1 else x, stack(source, np.argsort(lengths, kind="stable")[:2])
+        lambda x: x[:, :128] if x.ndim > 1 else x,
+        stack(source, longest),
     )
     rows = output_rows(loaded.params)[vocabulary]
     live = batch.mask.reshape(-1)

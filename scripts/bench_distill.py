@@ -112,17 +112,15 @@ def real_step(config: Config, loaded: Any) -> Callable[[], Any]:
     step = make_step(HeadStudent(model, config.passes), objective, optimizer)
     rng = np.random.default_rng(0)
     shape = (1, config.batch, config.capacity)
-    ids = rng.integers(0, len(vocabulary), shape).astype(np.int32)
-    batch = jax.device_put(
-        Batch(
-            tokens=ids,
-            features=rng.normal(size=(*shape, width)).astype(np.float16),
-            log_normalizer=np.full(shape, 10, np.float32),
-            labels=ids,
-            best=ids,
-            mask=np.ones(shape, bool),
-            lengths=np.full(shape[:2], config.capacity, np.int32),
-        )
+    ids = jnp.asarray(rng.integers(0, len(vocabulary), shape), jnp.int32)
+    batch = Batch(
+        tokens=ids,
+        features=jnp.asarray(rng.normal(size=(*shape, width)), jnp.float16),
+        log_normalizer=jnp.full(shape, 10, jnp.float32),
+        labels=ids,
+        best=ids,
+        mask=jnp.ones(shape, bool),
+        lengths=jnp.full(shape[:2], config.capacity, jnp.int32),
     )
     frozen = jax.tree.map(jnp.asarray, frozen)
     state = init_state(trained, optimizer)

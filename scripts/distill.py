@@ -135,8 +135,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _cli.blame_input(OSError, ValueError):
         loaded = load_model(config.model)
         shards = _distill_data.write_data(config, loaded)
-    draft, finished = train(config, loaded, shards)
-    draw_curves(config.out)
+    try:
+        draft, finished = train(config, loaded, shards)
+        draw_curves(config.out)
+    except BrokenPipeError:  # nobody reads on; not the disk
+        raise
+    except OSError as error:
+        print(f"specjax distill: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     if not finished:
         print("stopped; the same command goes on", file=sys.stderr)
         return 1
@@ -264,7 +270,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     state = init_state(trained, optimizer)
     shardings: dict[str, Any] = {}
     spread: dict[str, Any] = {}
-    with _cli.blame_input(ValueError):
+    with _cli.blame_input(ValueError), event_writer(config.out / "tensorboard") as events:
         if config.mesh:
             placement = make_placement(config.mesh)
             everywhere = placement.everywhere
@@ -281,7 +287,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
             evaluate=evaluate,
             log=config.out / "metrics.jsonl",
             say=lambda line: print(line, flush=True),
-            also=event_writer(config.out / "tensorboard"),
+            also=events,
             **spread,
         )
     best = checkpoints.best()

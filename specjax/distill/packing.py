@@ -58,7 +58,8 @@ def pack_shards(
     Returns:
       The shards, in order.
     """
-    sequences, shards, total = pack(texts, separator, capacity), [], 0
+    sequences, total = pack(texts, separator, capacity), 0
+    shards: list[Path] = []
     while total < num_tokens and (rows := list(itertools.islice(sequences, _SHARD))):
         path = shard_path(folder, len(shards))
         if not path.exists():

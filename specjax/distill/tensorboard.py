@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +25,33 @@ def scalars(figures: dict[str, Any]) -> dict[str, float]:
     return flat
 
 
-def event_writer(folder: Path) -> Callable[[dict[str, Any]], None]:
-    """A function that adds one line of metrics to event files in a folder; without tensorboardX, nothing."""
+@contextmanager
+def event_writer(folder: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Gives a function that adds a line of metrics to an event file; without tensorboardX it does nothing."""
     if importlib.util.find_spec("tensorboardX") is None:
-        return lambda figures: None
-    from tensorboardX import SummaryWriter
+        yield lambda figures: None
+        return
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
 
+    # Written here and now, not by the library's queue and thread: a full disk must show, not hang.
     writer: Any = None
 
     def write(figures: dict[str, Any]) -> None:
         nonlocal writer
         step = figures["step"]
-        # What a run wrote that was killed after its last checkpoint is not to be shown.
-        writer = writer or SummaryWriter(str(folder), purge_step=step)
-        for name, value in scalars(figures).items():
-            writer.add_scalar(name, value, step)
+        if writer is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            writer = EventsWriter(str(folder / "events"))
+            # What a run wrote that was killed after its last checkpoint is not to be shown.
+            writer.write_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        values = [Summary.Value(tag=name, simple_value=x) for name, x in scalars(figures).items()]
+        writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         writer.flush()
 
-    return write
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()

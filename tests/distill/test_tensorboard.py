@@ -24,9 +24,9 @@ def test_what_is_written_can_be_read(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
-    write = event_writer(tmp_path)
-    for line in LINES:
-        write(line)
+    with event_writer(tmp_path) as write:
+        for line in LINES:
+            write(line)
     (file,) = tmp_path.iterdir()
     data, events = file.read_bytes(), []
     while data:  # length, its checksum, the record, its checksum
@@ -44,5 +44,6 @@ def test_what_is_written_can_be_read(tmp_path):
 
 def test_nothing_is_written_without_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    event_writer(tmp_path / "events")(LINES[0])
+    with event_writer(tmp_path / "events") as write:
+        write(LINES[0])
     assert not (tmp_path / "events").exists()
