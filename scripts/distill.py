@@ -14,6 +14,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -135,6 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _cli.blame_input(OSError, ValueError):
         loaded = load_model(config.model)
         shards = _distill_data.write_data(config, loaded)
+    # What Orbax's threads log of a failed write, page by page, the error below says in a line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         draft, finished = train(config, loaded, shards)
         draw_curves(config.out)

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from specjax.distill.checkpoints import CheckpointNotWritten
 from specjax.scripts import __main__ as specjax_command
+from specjax.scripts import _distill_data, distill
 
 
 def run(*argv):
@@ -127,3 +129,19 @@ def test_a_line_that_is_no_prompt_is_named(write_gguf, tmp_path, line, capsys):
     path.write_text('{"prompt": "he"}\n' + line + "\n")
     assert run("distill", "--out", tmp_path / "out", "--model", write_gguf(), "--prompts", path) == 2
     assert "prompts.jsonl, line 2: " in capsys.readouterr().err
+
+
+def test_a_full_disk_gets_one_line_and_an_exit_code(write_gguf, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise CheckpointNotWritten(
+            "out/checkpoints: a checkpoint couldn't be written: No space left on device"
+        )
+
+    monkeypatch.setattr(_distill_data, "write_data", lambda *_: [])
+    monkeypatch.setattr(distill, "train", full)
+    assert run("distill", "--out", tmp_path / "out", "--model", write_gguf()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "specjax distill: error: out/checkpoints: a checkpoint couldn't be written: No space"
+    )
+    assert said.count("\n") == 1
