@@ -166,11 +166,11 @@ def search(loaded: Any, keep: int, vocabulary: Any, source: Any) -> Sequence[int
     )
 
     @jax.jit
-    def overlaps(states: Any) -> Any:
-        return chunked_sums(target, Scores(states.reshape(live.size, -1), rows)).overlap
+    def overlaps(target: Any, states: Any) -> Any:  # all as arguments: XLA would fold constants for minutes
+        return chunked_sums(target, Scores(states.reshape(live.size, -1), target.head)).overlap
 
     def overlap(states: Any) -> float:
-        return float(np.asarray(overlaps(states))[live].mean())
+        return float(np.asarray(overlaps(target, states))[live].mean())
 
     layers = search_layers(loaded.model, loaded.params, jnp.asarray(batch.tokens), keep, overlap)
     seconds = time.perf_counter() - begin

@@ -165,7 +165,16 @@ def test_an_output_of_no_job_is_refused_and_kept(source, tmp_path):
     state = tmp_path / "out.jsonl.state.json"
     sink.write_text("precious")
     nested = b"[" * 200_000
-    for text in (None, b"", b"[]", b"{", b"\xff", nested, b'{"format": 1}', b'{"format": 9, "configuration": {}}'):
+    for text in (
+        None,
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        nested,
+        b'{"format": 1}',
+        b'{"format": 9, "configuration": {}}',
+    ):
         if text is not None:
             state.write_bytes(text)
         with pytest.raises(ValueError, match="is there already"):
