@@ -63,6 +63,9 @@ def save_draft(
       params: the trained weights and ``vocabulary``; what is left out is the target's.
       about: anything to remember, as JSON.
       dtype: what the weights are stored in.
+
+    Raises:
+      OSError: it can't be written.
     """
     tensors = {}
     for path_of, x in jax.tree.leaves_with_path(params):
@@ -73,7 +76,11 @@ def save_draft(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    save_file(tensors, beside, metadata={**header, "about": json.dumps(about)})
+    try:
+        save_file(tensors, beside, metadata={**header, "about": json.dumps(about)})
+    except SafetensorError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(f"{path}: can't be written: {error}") from error
     beside.replace(path)
 
 

@@ -18,7 +18,7 @@ from specjax.models.functional import FunctionalModel
 from specjax.models.layers import Block, rotary_angles
 from specjax.types import Array, Params
 
-__all__ = ["HeadStudent", "ModelStudent"]
+__all__ = ["HeadStudent", "ModelStudent", "run_block"]
 
 Pair = tuple[Array, Array]  # keys and values of one pass, [B, T, KV, Dh] each
 
@@ -60,14 +60,24 @@ class HeadStudent:
             before = jnp.where(positions[..., None] > 0, jnp.roll(features, 1, axis=1), 0)
             x = module.join(tokens, before)
             for layer, block in enumerate(module.blocks):
-                x = _block(block, x, past[layer], angles)
+                x = run_block(block, x, past[layer], angles)
             features = module.norm(x)
             guesses.append(features)
         return jnp.stack(guesses), positions >= jnp.arange(self.passes)[:, None]
 
 
-def _block(block: Block, x: Array, past: list[Pair], angles: Any) -> Array:
-    """As :class:`specjax.models.layers.Block` without a cache; this pass is added to ``past``."""
+def run_block(block: Block, x: Array, past: list[Pair], angles: Any) -> Array:
+    """As :class:`specjax.models.layers.Block` over whole sequences, without a cache.
+
+    Args:
+      block: the layer.
+      x: [B, T, D].
+      past: keys and values of the passes before; this one's are added.
+      angles: of the positions 0 .. T-1.
+
+    Returns:
+      [B, T, D].
+    """
     attention = block.attention
     queries, keys, values = attention.parts(block.attention_norm(x), angles)
     past.append((keys, values))
@@ -86,13 +96,16 @@ def _attend(queries: Array, past: list[Pair]) -> Array:
     positions = jnp.arange(length)
     seen = positions[None, :] <= positions[:, None] - ahead
     scores = jnp.where(seen[None, None, None], scores, jnp.finfo(jnp.float32).min)
-    trail = [tuple(jnp.roll(x, ahead - r, axis=1) for x in past[r]) for r in range(1, ahead + 1)]
+    # One key a query: sums of products, which a compiler fuses; as batches of tiny dots a CPU crawls.
+    trail = [
+        tuple(jnp.roll(x, ahead - r, axis=1)[:, :, :, None] for x in past[r]) for r in range(1, ahead + 1)
+    ]
     own = [
-        jnp.einsum("btkgd,btkd->bkgt", grouped, key, preferred_element_type=jnp.float32)[..., None] * scale
+        jnp.sum(grouped * key, axis=-1, dtype=jnp.float32).transpose(0, 2, 3, 1)[..., None] * scale
         for key, _ in trail
     ]
     weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1), axis=-1).astype(values.dtype)
     mixed = jnp.einsum("bkgts,bskd->btkgd", weights[..., :length], values)
     for r, (_, value) in enumerate(trail):
-        mixed = mixed + jnp.einsum("bkgt,btkd->btkgd", weights[..., length + r], value)
+        mixed = mixed + weights[..., length + r].transpose(0, 3, 1, 2)[..., None] * value
     return mixed.reshape(rows, length, heads * head_dim).astype(queries.dtype)

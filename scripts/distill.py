@@ -1,25 +1,27 @@
 """Train a draft toward a target, and prove it by the decoder.
 
 specjax distill --out runs/head
-specjax distill --out runs/layers --kind layers --layers 0 9 20 29 --losses lk_hybrid:1
+specjax distill --out runs/layers --kind layers --losses lk_hybrid:1
 
-The target writes its own prompts and answers them (or answers those of --prompts), its states are kept, the
-draft is trained on them, and tokens a step are measured on Spec-Bench prompts. Each stage goes on where a
-run that was stopped left off.
+The target writes its own prompts and answers them (or answers those of --prompts, or reads --texts), its
+states are kept, the draft is trained on them, and tokens a step are measured on Spec-Bench prompts. Each
+stage goes on where a run that was stopped left off.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.scripts import _cli, _jobs
+from specjax.scripts import _cli, _distill_data, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Config:
     """Folder of the training data, shared between runs; OUT/data by default."""
     prompts: Path | None = None
     """JSONL with 'prompt' or 'messages' in each line, to answer; by default the target writes its own."""
+    texts: Path | None = None
+    """JSONL with 'text' in each line, packed into sequences and trained on whole, in place of responses."""
+    on_policy: float = 0.0
+    """Share of the sampled responses that the draft of --init writes, of kind layers or small."""
     num_tokens: int = 300_000
     """Tokens of responses to train on."""
     capacity: int = 256
@@ -42,10 +48,10 @@ class Config:
     """Share of the prompts that is held out."""
     kind: Literal["head", "layers", "small"] = "head"
     """'head' reads the target's states; 'layers' is cut from the target; 'small' starts from nothing."""
-    layers: tuple[int, ...] = (0, 9, 20, 29)
-    """Of --kind layers: which of the target's."""
-    num_layers: int = 1
-    """Of --kind head and small."""
+    layers: tuple[int, ...] = ()
+    """Of --kind layers: which of the target's; by default a quick search chooses --num-layers of them."""
+    num_layers: int | None = None
+    """Of the draft: 4 of kind layers, 1 of the others."""
     width: int = 192
     """Of --kind small."""
     scored: int = 8192
@@ -88,10 +94,16 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "steps", "batch", "parts", "passes", "scored", "num_layers", "width"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
         if self.capacity < 64 or not 0 < self.held_out < 1:
             raise ValueError("--capacity must be at least 64, --held-out between 0 and 1")
+        if self.on_policy and (not 0 < self.on_policy <= 1 or self.init is None or self.kind == "head"):
+            raise ValueError(
+                "--on-policy is a share in 0 .. 1, and needs the --init of a draft that speaks alone: no head"
+            )
+        if self.texts is not None and (self.prompts is not None or self.on_policy):
+            raise ValueError("--texts goes without --prompts and --on-policy: nobody answers texts")
         self.weights()
         if self.mesh:
             from specjax.parallel.sharding import parse_mesh
@@ -121,8 +133,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
         loaded = load_model(config.model)
-        shards = write_data(config, loaded)
-    draft, finished = train(config, loaded, shards)
+        shards = _distill_data.write_data(config, loaded)
+    # What Orbax's threads log of a failed write, page by page, the error below says in a line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    try:
+        draft, finished = train(config, loaded, shards)
+        draw_curves(config.out)
+    except BrokenPipeError:  # nobody reads on; not the disk
+        raise
+    except OSError as error:
+        print(f"specjax distill: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     if not finished:
         print("stopped; the same command goes on", file=sys.stderr)
         return 1
@@ -132,79 +153,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_data(config: Config, loaded: Any) -> list[Path]:
-    """The shards, written as far as they aren't there."""
-    from specjax.distill.selfwrite import fill_shards
-
-    opening, closing = turns(loaded) if config.prompts is None else ([], [])
-    given = [] if config.prompts is None else read_prompts(config.prompts, loaded)
-    special = [i for i, token in enumerate(loaded.tokenizer.tokens) if not loaded.tokenizer.token_bytes(i)]
-    return fill_shards(
-        config.data or config.out / "data",
-        loaded.model,
-        loaded.params,
-        opening,
-        closing,
-        num_tokens=config.num_tokens,
-        capacity=config.capacity,
-        batch=64,
-        seed=config.seed,
-        special=special,
-        stop_tokens=loaded.tokenizer.eos_ids,
-        given=given,
-    )
-
-
-def read_prompts(path: Path, loaded: Any) -> list[list[int]]:
-    """The prompts of a JSONL file as ids."""
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("messages"), list):
-                prompts.append(loaded.encode_chat(row["messages"]))
-            elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
-                prompts.append(loaded.encode(row["prompt"]))
-            else:
-                raise ValueError("has neither 'prompt', a text, nor 'messages', a list")
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-    if not prompts:
-        raise ValueError(f"{path} has no prompt")
-    return prompts
-
-
-def turns(loaded: Any) -> tuple[list[int], list[int]]:
-    """The chat template before and after what a user says."""
-    if loaded.chat_template is None:
-        raise ValueError(f"{loaded.name} has no chat template: give --prompts")
-    before, _, after = loaded.chat_template.render([{"role": "user", "content": "\0"}]).partition("\0")
-    return loaded.tokenizer.encode(before), loaded.tokenizer.encode(after, add_bos=False)
-
-
-def make_draft(config: Config, loaded: Any, vocabulary: Any) -> tuple[Any, Any, Any, frozenset[str]]:
+def make_draft(
+    config: Config, loaded: Any, vocabulary: Any, source: Any
+) -> tuple[Any, Any, Any, frozenset[str]]:
     """The draft's model, its params, what trains it, and the names that stay as they are."""
     from specjax.models.derive import cut_layers, feature_head, small_model
     from specjax.models.unroll import HeadStudent, ModelStudent
 
     target = (loaded.model, loaded.params)
     frozen = {"embedding", "vocabulary"} if config.train_head else {"embedding", "vocabulary", "head"}
+    student = partial(HeadStudent, passes=config.passes) if config.kind == "head" else ModelStudent
     model: Any
-    student: Any
-    if config.kind == "head":
-        model, params = feature_head(*target, config.num_layers, vocabulary, config.seed)
-        student = HeadStudent(model, config.passes)
-    elif config.kind == "layers":
-        model, params = cut_layers(*target, config.layers, vocabulary)
-        student = ModelStudent(model)
-    else:
-        model, params = small_model(loaded.model, config.num_layers, config.width, vocabulary, config.seed)
-        student, frozen = ModelStudent(model), {"vocabulary"}
     if config.init is not None:
         from specjax.models.draft_file import load_draft
 
-        params = load_draft(str(config.init), *target).params
-    return model, params, student, frozenset(frozen)
+        with _cli.blame_input(ValueError):
+            draft = load_draft(str(config.init), *target)
+        if (draft.kind == "head") != (config.kind == "head"):
+            _cli.fail(f"{config.init} is {'a' if draft.kind == 'head' else 'no'} head: give another --kind")
+        model, params = draft.model, draft.params
+    elif config.kind == "head":
+        model, params = feature_head(*target, config.num_layers or 1, vocabulary, config.seed)
+    elif config.kind == "layers":
+        with _cli.blame_input(ValueError):
+            layers = _distill_data.choose_layers(config, loaded, vocabulary, source)
+            model, params = cut_layers(*target, layers, vocabulary)
+    else:
+        model, params = small_model(
+            loaded.model, config.num_layers or 1, config.width, vocabulary, config.seed
+        )
+    if config.kind == "small":
+        frozen = {"vocabulary"}
+    return model, params, student(model), frozenset(frozen)
 
 
 def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, bool]:
@@ -218,6 +198,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     from specjax.distill.sequences import is_held_out, read_shards
     from specjax.distill.spread import training_shardings
     from specjax.distill.targets import ScoredSequences, score_shards
+    from specjax.distill.tensorboard import event_writer
     from specjax.distill.train import Objective, Schedule, init_state, make_optimizer, split_params
     from specjax.distill.vocabulary import frequent_tokens, share_covered
     from specjax.models.derive import output_rows
@@ -239,7 +220,8 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
         f"the draft's {len(vocabulary)} tokens cover {share_covered(kept, vocabulary):.2%} of the responses"
     )
     # What users say is the target's own too, where it wrote that itself.
-    first = len(turns(loaded)[0]) - 1 if config.prompts is None else None
+    by_itself = config.prompts is None and config.texts is None
+    first = len(_distill_data.turns(loaded)[0]) - 1 if by_itself else None
     sources = {
         which: ScoredSequences(
             folders,
@@ -253,7 +235,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     }
     print(", ".join(f"{len(source)} sequences {which}" for which, source in sources.items()))
 
-    model, params, student, names = make_draft(config, loaded, vocabulary)
+    model, params, student, names = make_draft(config, loaded, vocabulary, sources["train"])
     trained, frozen = split_params(params, names)
     frozen = {**frozen, "target_head": head[vocabulary]}
     schedule = Schedule(config.steps, config.learning_rate, config.warmup)
@@ -290,7 +272,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     state = init_state(trained, optimizer)
     shardings: dict[str, Any] = {}
     spread: dict[str, Any] = {}
-    with _cli.blame_input(ValueError):
+    with _cli.blame_input(ValueError), event_writer(config.out / "tensorboard") as events:
         if config.mesh:
             placement = make_placement(config.mesh)
             lie = training_shardings(placement, model, state, frozen, optimizer)
@@ -307,6 +289,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
             evaluate=evaluate,
             log=config.out / "metrics.jsonl",
             say=lambda line: print(line, flush=True),
+            also=events,
             **spread,
         )
     best = checkpoints.best()
@@ -324,6 +307,15 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     kind: Literal["head", "model"] = "head" if config.kind == "head" else "model"
     save_draft(path, kind, model.config, {**state.params, "vocabulary": frozen["vocabulary"]}, about)
     return load_draft(str(path), loaded.model, loaded.params), finished
+
+
+def draw_curves(out: Path) -> None:
+    """OUT/metrics.jsonl as a picture, where matplotlib is installed."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    if any("acceptance" in row for row in rows) and importlib.util.find_spec("matplotlib"):
+        from specjax.plot import learning_curves, save
+
+        save(out / "curves.svg", partial(learning_curves, rows=rows))
 
 
 def measure(config: Config, loaded: Any, draft: Any) -> list[dict[str, Any]]:

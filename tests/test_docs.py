@@ -44,6 +44,7 @@ SHORTER = {
         "--capacity",
         "512",
     ],
+    "bench-distill": ["--capacity", "64", "--batch", "2", "--scored", "100", "--runs", "1"],
     "bench-rule": ["--vocab-size", "64", "--batch-size", "2", "--runs", "1"],
 }
 

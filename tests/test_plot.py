@@ -47,6 +47,14 @@ DRAWINGS = {
     "planned_throughput": lambda axis: plot.planned_throughput(
         axis, [0.5, 0.9], {"8 rows": [100, 250]}, {"8 rows": 90}
     ),
+    "learning_curves": lambda axis: plot.learning_curves(
+        axis,
+        [
+            {"step": 10, "acceptance": [0.1, 0.05]},
+            {"step": 20, "acceptance": [0.3, 0.2]},
+            {"step": 20, "held_out": {"acceptance_T0_1": 0.35, "acceptance_T1_1": 0.25}},
+        ],
+    ),
     "drafted_tokens": lambda axis: plot.drafted_tokens(axis, [0, 1, 2], [3, 0, 5]),
 }
 

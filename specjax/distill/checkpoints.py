@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,13 +17,17 @@ from orbax.checkpoint import v1 as ocp
 
 from specjax.distill.train import TrainState
 
-__all__ = ["CheckpointMismatch", "Checkpoints"]
+__all__ = ["CheckpointMismatch", "CheckpointNotWritten", "Checkpoints"]
 
 _METRIC = "score"
 
 
 class CheckpointMismatch(ValueError):
     """A checkpoint holds other arrays than the training that wants to resume it; says which."""
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint didn't get to the disk; says why. Those before it are whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,23 +72,29 @@ class Checkpoints:
           state: what a step changes.
           place: where the data iterator stands, as JSON.
           score: higher is better; the best one is kept.
+
+        Raises:
+          CheckpointNotWritten: the save before this one failed, or this one can't begin.
         """
         if self.latest() == step:
             return
-        self._orbax.save_checkpointables_async(
-            step,
-            {"state": state, "place": place},
-            force=True,  # when to save is the loop's to decide
-            metrics=None if score is None else {_METRIC: score},
-        )
+        with self._blamed():
+            self._orbax.save_checkpointables_async(
+                step,
+                {"state": state, "place": place},
+                force=True,  # when to save is the loop's to decide
+                metrics=None if score is None else {_METRIC: score},
+            )
 
     def wait(self) -> None:
-        """Until what is being saved is whole."""
-        self._orbax.wait()
+        """Until what is being saved is whole; raises CheckpointNotWritten where it won't be."""
+        with self._blamed():
+            self._orbax.wait()
 
     def close(self) -> None:
         """Waits, and lets the folder go."""
-        self._orbax.close()
+        with self._blamed():
+            self._orbax.close()
 
     def load(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """Reads a checkpoint into arrays of the shapes, dtypes and shardings of ``like``.
@@ -96,6 +108,18 @@ class Checkpoints:
             step, {"state": jax.tree.map(_abstract, like), "place": None}
         )
         return loaded["state"], loaded["place"]
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """Whatever the libraries raise when a disk is full or may not be written."""
+        try:
+            yield
+        except Exception as error:
+            # TensorStore's message is the reason between a path and a page of its own settings.
+            reason = str(error).partition(" [")[0].rpartition(": ")[2] or type(error).__name__
+            raise CheckpointNotWritten(
+                f"{self.folder}: a checkpoint couldn't be written: {reason}; the last whole one stays"
+            ) from error
 
     @property
     def _orbax(self) -> Any:

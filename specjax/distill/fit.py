@@ -53,6 +53,7 @@ def fit(
     evaluate: Callable[[TrainState], dict[str, float]],
     log: Path,
     say: Callable[[str], None] = print,
+    also: Callable[[dict[str, Any]], None] = lambda figures: None,
     place_batch: Callable[[Any], Any] = lambda batch: batch,
 ) -> tuple[TrainState, bool]:
     """Trains to the plan's end, from the newest checkpoint if there is one.
@@ -67,6 +68,7 @@ def fit(
       evaluate: figures of a state, among them ``score``: higher is better, and the best is kept.
       log: a JSONL file that lines of metrics are appended to.
       say: told about progress, one line at a time.
+      also: given each line of metrics as it is written.
       place_batch: puts a batch where the step wants it.
 
     Returns:
@@ -85,6 +87,7 @@ def fit(
         def write(figures: dict[str, Any]) -> None:
             lines.write(json.dumps(figures) + "\n")
             lines.flush()
+            also(figures)
 
         score = None
         while done < plan.steps and not stopping():

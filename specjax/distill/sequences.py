@@ -24,11 +24,11 @@ _MAGIC = b"sjx1"
 
 @dataclasses.dataclass(frozen=True)
 class TokenSequence:
-    """One conversation as the target sees it."""
+    """One conversation, or piece of text, as the target sees it."""
 
     tokens: np.ndarray  # [N] int32: the prompt, then the response
     prompt_length: int  # tokens that were given
-    temperature: float  # at which the response was sampled
+    temperature: float  # at which the target sampled the response; NaN where it didn't
 
     def to_bytes(self) -> bytes:
         """One record."""
@@ -53,8 +53,8 @@ class TokenSequence:
 
 
 def prompt_digest(sequence: TokenSequence) -> bytes:
-    """16 bytes that name the prompt."""
-    prompt = np.asarray(sequence.tokens[: sequence.prompt_length], "<i4").tobytes()
+    """16 bytes that name the prompt; where there is none, the whole text."""
+    prompt = np.asarray(sequence.tokens[: sequence.prompt_length or None], "<i4").tobytes()
     return hashlib.blake2b(prompt, digest_size=16).digest()
 
 

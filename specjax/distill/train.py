@@ -63,15 +63,10 @@ class Objective:
     losses: tuple[tuple[str, float], ...] = (("forward_kl", 1.0),)  # names in LOSSES, and weights
     eta: float = 3.0  # of lk_hybrid
     beta: float = 0.5  # of jsd
-    temperature: float = 1.0  # 1 where the batch's normalisers are to hold
     pass_decay: float = 0.8  # a pass weighs so much of the one before
     chunk: int = 8192  # tokens scored at once
     dtype: str = "float32"  # of the products; weights and sums stay float32
     remat: bool = False  # makes the student's states anew in the backward pass
-
-    def __post_init__(self) -> None:
-        if self.temperature != 1:
-            raise ValueError("the cached normalisers are of temperature 1: train at that")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from specjax.plot.reports import (
 )
 from specjax.plot.sliders import sliders
 from specjax.plot.style import Palette, palette, save, style, svg
+from specjax.plot.training import learning_curves
 
 __all__ = [
     "Palette",
@@ -34,6 +35,7 @@ __all__ = [
     "distributions",
     "drafted_tokens",
     "expected_and_measured",
+    "learning_curves",
     "lines",
     "over_and_under",
     "palette",

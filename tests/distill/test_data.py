@@ -12,6 +12,8 @@ import pytest
 import tiny_target
 
 from specjax.distill.batches import Batches
+from specjax.distill.on_policy import NarrowSpeaker, rewrite_shards
+from specjax.distill.packing import pack, pack_shards
 from specjax.distill.selfwrite import fill_shards, prompts_of, row_seeds, split_turns
 from specjax.distill.sequences import TokenSequence, is_held_out, read_shards, shard_path, write_shard
 from specjax.distill.targets import ScoredSequences, score_shards
@@ -187,3 +189,50 @@ def test_every_sequence_comes_once_a_pass_and_a_place_can_be_gone_back_to():
     assert [next(other).tokens[:, 0, 0].tolist() for _ in range(7)] == seen[3:]
     with pytest.raises(ValueError, match="10 sequences don't fill a batch of 11"):
         Batches(Numbered(), batch=11)
+
+
+def test_texts_are_packed_with_a_separator_between_them():
+    texts = [[5, 6, 7], [8, 9], [5, 6, 7], [10, 11, 12, 13]]
+    rows = list(pack(texts, 2, 5))
+    assert [row.tokens.tolist() for row in rows] == [[5, 6, 7, 2, 8], [9, 2, 10, 11, 12], [13, 2]]
+    assert {(row.prompt_length, row.temperature) for row in rows} == {(0, 1.0)}
+
+
+def test_packed_sequences_are_held_out_by_their_content():
+    rows = [TokenSequence(np.array([1, 1, i]), 0, 1.0) for i in range(2000)]
+    assert abs(sum(is_held_out(row, 0.2) for row in rows) - 400) < 4.5 * np.sqrt(2000 * 0.2 * 0.8)
+
+
+def test_packed_text_counts_whole(tmp_path):
+    model, params = tiny_target.target()
+    texts = np.random.default_rng(0).integers(3, 48, (20, 14)).tolist()
+    made = pack_shards(tmp_path, texts, 2, num_tokens=10**6, capacity=32, say=lambda line: None)
+    folders = list(score_shards(model, params, output_rows(params), made, capacity=32, batch=4))
+    sides = [
+        ScoredSequences(folders, np.arange(48), 48, held_out=0.3, which=which)
+        for which in ("train", "held out")
+    ]
+    assert sum(map(len, sides)) == 10  # 20 texts of 15 tokens, in sequences of 32
+    counts = [int(side[i]["mask"].sum()) for side in sides for i in range(len(side))]
+    assert sorted(counts) == [11, *[31] * 9]  # each position but the last
+
+
+def test_the_draft_writes_its_share_and_nothing_else_changes(tmp_path):
+    made = shards(tmp_path / "target")
+    _, trained, frozen, draft = tiny_target.draft("layers", np.arange(0, 48, 2))
+    params = {**trained, **{name: x for name, x in frozen.items() if name != "target_head"}}
+    how = dict(capacity=32, batch=8, seed=0, stop_tokens=[2])
+    speaker = NarrowSpeaker(draft)
+    half = rewrite_shards(tmp_path / "half", made, speaker, params, rate=0.5, **how)
+    again = rewrite_shards(tmp_path / "again", made, speaker, params, rate=0.5, **how)
+    assert [path.read_bytes() for path in half] == [path.read_bytes() for path in again]
+    before, after = read_shards(made), read_shards(half)
+    own = [row for row in after if np.isnan(row.temperature)]
+    sampled = [row for row in before if row.temperature == 1]
+    assert 0.2 * len(sampled) < len(own) < 0.8 * len(sampled)
+    assert all((row.tokens[row.prompt_length :] % 2 == 0).all() for row in own)  # what it can say
+    known = {row.tokens.tobytes() for row in before}
+    assert all(row.tokens.tobytes() in known for row in after if not np.isnan(row.temperature))
+    assert {tuple(prompt) for prompt in prompts_of(own)} <= {tuple(prompt) for prompt in prompts_of(sampled)}
+    every = read_shards(rewrite_shards(tmp_path / "all", made, speaker, params, rate=1.0, **how))
+    assert {row.temperature for row in every if not np.isnan(row.temperature)} == {0.0}

@@ -197,3 +197,41 @@ def test_a_checkpoint_of_another_draft_is_refused_by_name(tmp_path, other, compl
     with pytest.raises(CheckpointMismatch, match=complaint):
         checkpoints.load(1, other())
     checkpoints.close()
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+sys.path[:0] = [{tests!r}, {here!r}]
+import test_resume
+from specjax.distill.checkpoints import CheckpointNotWritten, Checkpoints
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+save = Checkpoints.save
+def save_where_nothing_fits(self, step, state, place, score=None):
+    if step == 8:
+        self.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    save(self, step, state, place, score)
+    if step == 8:
+        self.wait()
+Checkpoints.save = save_where_nothing_fits
+try:
+    test_resume.run(Path({folder!r}), 10)
+except CheckpointNotWritten as error:
+    print(error, file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+def test_a_full_disk_ends_the_training_and_leaves_the_last_whole_checkpoint(tmp_path):
+    here = Path(__file__)
+    program = FULL.format(tests=str(here.parent.parent), here=str(here.parent), folder=str(tmp_path / "full"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
+    reason = "a checkpoint couldn't be written: File too large; the last whole one stays"
+    assert sum(line.endswith(reason) for line in done.stderr.splitlines()) == 1
+    resumed, _ = run(tmp_path / "full", 10)
+    undisturbed, _ = run(tmp_path / "whole", 10)
+    jax.tree.map(np.testing.assert_array_equal, resumed, undisturbed)
+    assert lines(tmp_path / "full") == lines(tmp_path / "whole")

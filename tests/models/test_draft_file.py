@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 
 import jax
 import numpy as np
@@ -101,3 +103,19 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ModelFileError, match=r"nowhere\.safetensors: No such file"):
         load_draft(str(tmp_path / "nowhere.safetensors"), *tiny_target.target())
+
+
+def test_a_draft_that_can_not_be_written_leaves_the_one_before(tmp_path):
+    path = tmp_path / "draft.safetensors"
+    path.write_bytes(b"before")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"draft\.safetensors"):
+            save_draft(path, "model", tiny_target.CONFIG, {"vocabulary": np.arange(400, dtype=np.int32)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == b"before"
+    assert [file.name for file in tmp_path.iterdir()] == ["draft.safetensors"]

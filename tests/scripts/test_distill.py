@@ -6,7 +6,9 @@ import json
 
 import pytest
 
+from specjax.distill.checkpoints import CheckpointNotWritten
 from specjax.scripts import __main__ as specjax_command
+from specjax.scripts import _distill_data, distill
 
 
 def run(*argv):
@@ -33,6 +35,8 @@ def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, cap
     assert "held out: tokens_a_step_T0" in said
     figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in figures] == [4, 4]
+    assert "held out, T = 0" in (out / "curves.svg").read_text()
+    assert len(list((out / "tensorboard").iterdir())) == 1
     # Asked again, everything is there.
     assert run("distill", *options, *sizes, "--passes", 1) == 0
     assert "resumed at step 4" in capsys.readouterr().out
@@ -53,9 +57,52 @@ def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, cap
     assert len(texts) == 1
 
 
+@pytest.mark.slow
+def test_layers_are_chosen_and_the_draft_writes_for_itself(write_gguf, prompts, tmp_path, capsys):
+    model, data = write_gguf(), tmp_path / "data"
+    options = ["--model", model, "--data", data, "--capacity", 64, "--held-out", 0.2, "--num-tokens", 1]
+    options += ["--batch", 4, "--steps", 2, "--per-task", 0, "--kind", "layers", "--num-layers", 1]
+    first = ["--out", tmp_path / "first", "--prompts", prompts, "--scored", 100]
+    assert run("distill", *options, *first) == 0
+    said = capsys.readouterr().out
+    assert "of 2 layers the draft gets" in said
+    chosen = json.loads((tmp_path / "first" / "layers.json").read_text())
+    assert len(chosen) == 1
+    # Asked again, it doesn't search again.
+    assert run("distill", *options, *first) == 0
+    assert "the draft gets" not in capsys.readouterr().out
+
+    # Another draft goes on from it, and writes half of the responses.
+    draft = tmp_path / "first" / "draft.safetensors"
+    second = ["--out", tmp_path / "second", "--prompts", prompts, "--init", draft, "--on-policy", 0.5]
+    assert run("distill", *options, *second) == 0
+    said = capsys.readouterr().out
+    assert "the draft writes 50% of the sampled responses" in said
+    assert "the draft gets" not in said
+    (folder,) = data.glob("on-policy-0.5-*/")
+    assert list(folder.glob("*.arrayrecord"))
+    written = sorted(path.name for path in data.iterdir() if path != folder)
+
+    # Texts lie apart as well.
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"hehe {i} " * 40}) + "\n" for i in range(30)))
+    assert run("distill", *options, "--out", tmp_path / "third", "--texts", texts, "--num-tokens", 900) == 0
+    assert "tokens of text in" in capsys.readouterr().out
+    assert written == sorted(p.name for p in data.iterdir() if not p.is_dir() or "scored" in p.name)
+
+    head = ["--kind", "head", "--init", draft, "--prompts", prompts]
+    assert run("distill", *options, "--out", tmp_path / "fourth", *head) == 2
+    assert "is no head: give another --kind" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--on-policy", 0.5], "needs the --init of a draft that speaks alone: no head"),
+        (["--on-policy", 2, "--init", "x", "--kind", "small"], "--on-policy is a share in 0 .. 1"),
+        (["--texts", "missing.jsonl"], "missing.jsonl: No such file"),
+        (["--texts", "a", "--prompts", "b"], "--texts goes without --prompts"),
+        (["--num-layers", 0], "--num-layers must be at least 1"),
         (["--losses", "forwardkl:1"], "no loss is named 'forwardkl'; there are forward_kl"),
         (["--losses", "tv:much"], "--losses are written name:weight, not tv:much"),
         (["--mesh", "model=two"], "a mesh is written like data=2,model=4"),
@@ -83,3 +130,19 @@ def test_a_line_that_is_no_prompt_is_named(write_gguf, tmp_path, line, capsys):
     path.write_text('{"prompt": "he"}\n' + line + "\n")
     assert run("distill", "--out", tmp_path / "out", "--model", write_gguf(), "--prompts", path) == 2
     assert "prompts.jsonl, line 2: " in capsys.readouterr().err
+
+
+def test_a_full_disk_gets_one_line_and_an_exit_code(write_gguf, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise CheckpointNotWritten(
+            "out/checkpoints: a checkpoint couldn't be written: No space left on device"
+        )
+
+    monkeypatch.setattr(_distill_data, "write_data", lambda *_: [])
+    monkeypatch.setattr(distill, "train", full)
+    assert run("distill", "--out", tmp_path / "out", "--model", write_gguf()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "specjax distill: error: out/checkpoints: a checkpoint couldn't be written: No space"
+    )
+    assert said.count("\n") == 1
