@@ -16,8 +16,13 @@ _STYLES = {
     Source.CORRECTED: "yellow",
     Source.BONUS: "cyan",
 }
-# A model's text may carry escape sequences; on a terminal they are shown, not obeyed.
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+# A model's text may carry escape sequences; on a terminal they are shown, not obeyed. Some begin with one
+# character above 0x7F, and others turn the text around: these have no picture of their own.
+_CONTROLS = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    0x7F: 0x2421,
+    **dict.fromkeys((*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD),
+}
 
 
 def coloured(texts: Sequence[str], sources: Sequence[Source]) -> Text:

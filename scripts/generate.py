@@ -1,8 +1,10 @@
 """Decode one prompt, speculatively.
 
-specjax generate --chat "Name three rivers in France."
-specjax generate "Once upon a time" --temperature 0.8 --top-p 0.95 --stream
-specjax generate --chat "Count to ten, twice." --trace trace.html
+    specjax generate --chat "Name three rivers in France."
+    specjax generate "Once upon a time" --temperature 0.8 --top-p 0.95 --stream
+    specjax generate --chat "Count to ten, twice." --trace trace.html
+
+The text goes to standard output, one line of figures to standard error.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ def _trace(path: Path, decoder: _jobs.Decoder, ids: list[int], arguments: dict[s
     found = trace(prompt=ids, **arguments)
     tokens, sources = found.generation.tokens, found.generation.sources
     if console.is_terminal:
-        console.print(_colours.legend())
+        if console.color_system and not console.no_color:
+            console.print(_colours.legend())
         console.print(_colours.coloured(list(pieces(tokens, tokenizer.token_bytes)), sources))
     else:
         print(tokenizer.decode(tokens))

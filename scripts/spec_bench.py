@@ -1,7 +1,9 @@
 """Write the Spec-Bench prompts as a batch file, for `specjax batch -i`.
 
-specjax spec-bench > prompts.jsonl
-specjax batch -i prompts.jsonl -o answers.jsonl
+    specjax spec-bench > prompts.jsonl
+    specjax batch -i prompts.jsonl -o answers.jsonl
+
+Without options all 240 of them.
 """
 
 from __future__ import annotations

@@ -114,8 +114,10 @@ def run_command(words, source, sink):
         if job in ("generate", "audit", "bench", "batch") and "--model" not in options:
             options += ["--model", "smollm2.gguf"]
         if job == "plan" and importlib.util.find_spec("libtpu") is None:
-            options += ["--rows", "0"]  # refused once it is read
-            assert specjax_command.main([job, *options]) == 2
+            options += ["--rows", "0"]  # refused once all is read
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                assert specjax_command.main([job, *options]) == 2
+            assert "--rows and --num-speculative-tokens must be" in said.getvalue()
             return
         with contextlib.redirect_stdout(sink), pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", source)
@@ -188,6 +190,17 @@ def test_every_json_line_is_a_request(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_has_a_head_and_rows_of_its_width(page):
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text("utf-8"))
+    for table in re.findall(r"(?m)(?:^\|.*\n)+", text):
+        head, rule, *rows = table.splitlines()
+        assert re.fullmatch(r"\|(-+\|)+", rule), f"{page.name}: no head over {head}"
+        assert {line.count("|") for line in (head, *rows)} == {rule.count("|")}, f"{page.name}: {head}"
+        named = [row.split("|")[1].strip() for row in rows if row.startswith("| `--")]
+        assert len(named) == len(set(named)), f"{page.name}: an option stands twice"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
     text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text("utf-8"))
     for link in re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"", text):
@@ -205,12 +218,25 @@ def test_every_link_leads_somewhere(page):
 OPTION = re.compile(r"`(--[a-z][\w-]*)`")
 
 
-@pytest.mark.parametrize("job", ["generate", "batch", "distill", "audit", "bench"])
-def test_a_jobs_page_has_its_options_and_no_other(job, capsys):
+def options_of(job, capsys):
+    """What the job's own help names."""
     with contextlib.suppress(SystemExit):
         specjax_command.main([job, "--help"])
     text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - {"--help"}
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_need_other_machines_have_options_that_exist(page, capsys):
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text("utf-8"))
+    for job, rest in re.findall(r"(?m)^    .*?specjax ([a-z][\w-]*)(.*)$", text):
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest))
+        assert named <= options_of(job, capsys), f"{page.name}: specjax {job}{rest}"
+
+
+@pytest.mark.parametrize("job", ["generate", "batch", "distill", "audit", "bench", "plan"])
+def test_a_jobs_page_has_its_options_and_no_other(job, capsys):
+    known = options_of(job, capsys)
     known = {option for option in known if not option.startswith("--no-")}
     named = set(OPTION.findall((ROOT / "docs" / f"{job}.md").read_text("utf-8")))
     named = {option for option in named if not option.startswith("--no-")}

@@ -105,6 +105,17 @@ def test_no_label_is_clipped_or_covered(name):
         assert not boxes[a].overlaps(boxes[b]), f"{a.get_text()!r} lies on {b.get_text()!r}"
 
 
+@pytest.mark.parametrize("draw_bars", [plot.distributions, plot.whole_step])
+def test_a_token_is_text_and_no_formula(draw_bars):
+    figure = Figure()
+    axis = figure.subplots()
+    draw_bars(axis, [0.5, 0.5], [0.0, 0.0], ["$x$", "$\\unknown{$"])
+    figure.draw_without_rendering()  # what isn't a formula would fail here
+    names = [text for text in figure.findobj(Text) if text.get_text().startswith("$")]
+    assert {text.get_text()[:2] for text in names} == {"$x", "$\\"}
+    assert not any(text.get_parse_math() for text in names)
+
+
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_colours_follow_the_page(name):
     for theme, colours, other in (("light", _LIGHT, _DARK), ("dark", _DARK, _LIGHT)):

@@ -216,7 +216,8 @@ def whole_step(axis: Axes, accepted: ArrayLike, resampled: ArrayLike, tokens: Se
             # Neighbours of a narrow piece have their names on another line.
             lower = left - begin < 0.08 and not lower
             place = ((begin + left) / 2, -0.75 if lower else -0.34)
-            axis.annotate(f"{token}\n{left - begin:.0%}", place, ha="center", va="top", fontsize=9)
+            name = f"{token}\n{left - begin:.0%}"
+            axis.annotate(name, place, ha="center", va="top", fontsize=9, parse_math=False)
             axis.vlines(left, -0.36, 0.36, colors=colours.ink, linewidth=1)
     axis.set(xlim=(0, max(1.0, left)), ylim=(-1.2, 0.4), yticks=[], xlabel="probability")
     axis.grid(visible=False)
@@ -225,7 +226,7 @@ def whole_step(axis: Axes, accepted: ArrayLike, resampled: ArrayLike, tokens: Se
 
 
 def _finish(axis: Axes, tokens: Sequence[str]) -> None:
-    axis.set_xticks(np.arange(len(tokens)), tokens)
+    axis.set_xticks(np.arange(len(tokens)), tokens, parse_math=False)  # a token may be "$x$"
     axis.tick_params(axis="x", length=0)
     axis.set(ylabel="probability")
     axis.use_sticky_edges = False  # a bar of no height would stop the axis right there

@@ -46,6 +46,7 @@ def test_what_cannot_be_traced_is_said_before_anything_is_loaded(options, messag
 
 
 def test_a_terminal_is_shown_escape_sequences_and_does_not_obey_them():
-    text = _colours.coloured(["a\x1b[2J\x07", "b\n\t\x7f"], [Source.ACCEPTED, Source.BONUS])
-    assert text.plain == "a␛[2J␇b\n\t␡"
+    texts = ["a\x1b[2J\x07\x9b2J", "b\n\t\x7f\u202eturned\u2069"]
+    text = _colours.coloured(texts, [Source.ACCEPTED, Source.BONUS])
+    assert text.plain == "a␛[2J␇\ufffd2Jb\n\t␡\ufffdturned\ufffd"
     assert [str(span.style) for span in text.spans] == ["bold green", "cyan"]
