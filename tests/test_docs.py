@@ -43,6 +43,8 @@ SHORTER = {
         "v5e:2x2",
         "--capacity",
         "512",
+        "--live",
+        "512",
     ],
     "bench-distill": ["--capacity", "64", "--batch", "2", "--scored", "100", "--runs", "1"],
     "bench-rule": ["--vocab-size", "64", "--batch-size", "2", "--runs", "1"],
