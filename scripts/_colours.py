@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specjax.record import Source
 
-__all__ = ["coloured", "legend"]
+__all__ = ["coloured", "harmless", "legend"]
 
 _STYLES = {
     Source.PLAIN: "default",
@@ -25,11 +25,16 @@ _CONTROLS = {
 }
 
 
+def harmless(text: str) -> str:
+    """What a model wrote, so that a terminal shows its control characters and doesn't obey them."""
+    return text.translate(_CONTROLS)
+
+
 def coloured(texts: Sequence[str], sources: Sequence[Source]) -> Text:
     """Each token's text in the style of its source."""
     text = Text()
     for piece, source in zip(texts, sources, strict=True):
-        text.append(piece.translate(_CONTROLS), _STYLES[source])
+        text.append(harmless(piece), _STYLES[source])
     return text
 
 

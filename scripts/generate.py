@@ -64,6 +64,7 @@ def _decode(config: Config) -> int:
     from specjax.generate import generate, stream
     from specjax.models.tokenizer import Detokenizer
     from specjax.sampling import make_sampling
+    from specjax.scripts import _colours
 
     with _cli.blame_input(ValueError):
         sampling = make_sampling(1, **config.values(), seed=config.seed)
@@ -83,17 +84,18 @@ def _decode(config: Config) -> int:
             else decoder.loaded.encode(prompt)
         )
         arguments = decoder.arguments() | dict(max_tokens=config.max_tokens, sampling=sampling)
+        shown_as = _colours.harmless if sys.stdout.isatty() else str
         if config.trace is not None:
             result = _trace(config.trace, decoder, ids, arguments)
         elif config.stream:
             text, shown = Detokenizer(decoder.tokenizer), 0
             for result in stream(prompt=ids, **arguments):
-                print(text.feed(result.tokens[shown:]), end="", flush=True)
+                print(shown_as(text.feed(result.tokens[shown:])), end="", flush=True)
                 shown = len(result.tokens)
-            print(text.finish())
+            print(shown_as(text.finish()))
         else:
             (result,) = generate(prompts=[ids], **arguments)
-            print(decoder.tokenizer.decode(result.tokens))
+            print(shown_as(decoder.tokenizer.decode(result.tokens)))
     print(
         f"{len(result.tokens)} tokens in {time.perf_counter() - begin:.2f} s (with compiling and prefill), "
         f"{result.mean_acceptance_length:.2f} tokens a step, {result.num_accepted_tokens} of "

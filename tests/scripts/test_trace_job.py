@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from specjax.models.tokenizer import Detokenizer, Tokenizer
 from specjax.record import Source
 from specjax.scripts import __main__ as specjax_command
 from specjax.scripts import _colours
@@ -50,3 +53,18 @@ def test_a_terminal_is_shown_escape_sequences_and_does_not_obey_them():
     text = _colours.coloured(texts, [Source.ACCEPTED, Source.BONUS])
     assert text.plain == "a␛[2J␇\ufffd2Jb\n\t␡\ufffdturned\ufffd"
     assert [str(span.style) for span in text.spans] == ["bold green", "cyan"]
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"]])
+def test_a_plain_text_is_as_harmless_on_a_terminal_and_untouched_elsewhere(
+    options, write_gguf, monkeypatch, capsys
+):
+    monkeypatch.setattr(Tokenizer, "decode", lambda *args, **kwargs: "a\x1b[2J")
+    monkeypatch.setattr(Detokenizer, "feed", lambda self, ids: "")
+    monkeypatch.setattr(Detokenizer, "finish", lambda self: "a\x1b[2J")
+    words = ["generate", "the he", "--model", write_gguf(), "--max-tokens", 2, *options]
+    assert run(*words) == 0
+    assert capsys.readouterr().out == "a\x1b[2J\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert run(*words) == 0
+    assert capsys.readouterr().out == "a␛[2J\n"
