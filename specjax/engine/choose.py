@@ -81,6 +81,10 @@ class Chooser:
         self._job_tried = self._job_tried * fade + tried.sum(axis=0)
         self._job_kept = self._job_kept * fade + kept_at_least.sum(axis=0)
 
+    def warm(self, width: int, seconds: float) -> None:
+        """Takes the least of what a step took before the job: whatever disturbs one makes it slower."""
+        self.seconds[width] = min(seconds, self.seconds.get(width, seconds))
+
     def time(self, width: int, seconds: float) -> None:
         """Takes note of the seconds that a step of this width took.
 

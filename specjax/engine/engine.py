@@ -377,14 +377,14 @@ class Engine:
         return report
 
     def _time_step(self, width: int, *row: Any) -> None:
-        """Runs some steps of a new row in all slots twice, the first time to compile."""
-        for _ in range(2):
+        """Runs some steps of a new row in all slots three times, the first one to compile."""
+        for _ in range(3):
             for slot in range(self.num_slots):  # those of the last run may have ended
                 self._admit(slot, *row)
             jax.block_until_ready(self._slots)
             started = time.perf_counter()
             steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)
-            self._chooser.seconds[width] = tell((time.perf_counter() - started) / max(steps, 1))
+            self._chooser.warm(width, tell((time.perf_counter() - started) / max(steps, 1)))
 
     def _busy(self) -> None:
         """The device is about to be given something."""

@@ -118,3 +118,10 @@ def test_one_time_far_out_ends_no_choice():
 def test_widths_that_do_not_rise_from_nothing_are_refused(widths):
     with pytest.raises(ValueError, match="widths must rise from 0"):
         Chooser(widths, 1)
+
+
+def test_a_disturbed_step_before_the_job_is_not_believed():
+    made = Chooser((0, 3), 2)
+    for seconds in (90.0, 2.0, 1.0, 5.0):
+        made.warm(0, seconds)
+    assert made.seconds[0] == 1.0
