@@ -33,9 +33,9 @@ def programs_freed_after_each_file():
 
 
 # A file runs in one process. Begun last, one of these would leave the other process idle for minutes.
-LONGEST = tuple(
-    f"test_{name}.py"
-    for name in "mutants docs notebooks engine smollm2 sharding processes distill train".split()
+LONGEST = (
+    *("test_mutants.py", "test_docs.py", "test_notebooks.py", "test_engine.py", "test_smollm2.py"),
+    *("test_sharding.py", "test_processes.py", "test_distill.py", "test_train.py"),
 )
 
 
