@@ -61,6 +61,11 @@ def alone():
     return {result.work.tag: result for result in made(None, 4).run(mixed_work())}
 
 
+def lie(engine: Engine) -> list:
+    state = engine._slots.state
+    return [x.sharding for x in jax.tree.leaves((state, engine._lane.caches))]
+
+
 # Slots that the devices divide, and that they don't; more devices than slots.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -68,7 +73,10 @@ def alone():
     [("data=2,model=4", 4, 1), ("data=4,model=2", 5, None), ("model=8", 3, 2)],
 )
 def test_the_answers_do_not_depend_on_the_mesh(mesh, slots, draft_ways):
-    results = {result.work.tag: result for result in made(mesh, slots, draft_ways).run(mixed_work())}
+    engine = made(mesh, slots, draft_ways)
+    laid = lie(engine)
+    results = {result.work.tag: result for result in engine.run(mixed_work())}
+    assert lie(engine) == laid  # and no program brought anything to every device
     assert results.keys() == alone().keys()
     for tag, result in results.items():
         assert result.tokens == alone()[tag].tokens
