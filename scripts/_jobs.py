@@ -32,8 +32,8 @@ class DecoderOptions:
     """The target: 'smollm2' (the packaged SmolLM2-135M-Instruct), or a path to a model file."""
     draft: str = "lookup"
     """What proposes tokens: 'lookup' (n-grams of the row itself), a model as in --model, a draft that
-    specjax distill made (.safetensors), both as in 'lookup+draft.gguf' (lookup where it has a match), or
-    'none'."""
+    specjax distill made (.safetensors), 'smollm2-draft' (one that comes along), lookup and a model as in
+    'lookup+draft.gguf' (lookup where it has a match), or 'none'."""
     num_speculative_tokens: int = 3
     """Drafted tokens a step."""
     prompt_lookup_min: int = 2
@@ -201,6 +201,10 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             lookup, name = "lookup", "none"
         if lookup not in ("", "lookup"):
             raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
+        if not name:
+            raise ValueError(
+                f"--draft {options.draft!r} names no model; give lookup, lookup+PATH, a path, or none"
+            )
         draft: Any = None
         if name in DRAFTS or name.endswith(".safetensors"):
             draft = spread(load_draft(name, whole.model, whole.params), placement and placement.draft)

@@ -29,7 +29,7 @@ class Config(_jobs.SamplingOptions, _jobs.MeshOptions):
     checks: tuple[Literal["greedy", "law", "coupled"], ...] = ("greedy", "law", "coupled")
     """Greedy identity, the law of sampled tokens, the coupled rule's identity."""
     num_prompts: int = 8
-    """How many of them."""
+    """How many prompts."""
     max_tokens: int = 48
     """Tokens decoded for each."""
     batch_size: int = 8

@@ -1,7 +1,7 @@
 """Train a draft toward a target, and prove it by the decoder.
 
-specjax distill --out runs/head
-specjax distill --out runs/layers --kind layers --losses lk_hybrid:1
+    specjax distill --out runs/head
+    specjax distill --out runs/layers --kind layers --losses lk_hybrid:1
 
 The target writes its own prompts and answers them (or answers those of --prompts, or reads --texts), its
 states are kept, the draft is trained on them, and tokens a step are measured on Spec-Bench prompts. Each

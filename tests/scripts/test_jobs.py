@@ -48,6 +48,7 @@ def test_the_coupled_rule_changes_no_sampled_character(model, capsys):
         (["--max-tokens", 0], "max_tokens must be at least 1"),
         (["--seed", -1], "seed must be"),
         (["--temprature", 1], "unknown option --temprature; did you mean --temperature?"),
+        (["--draft", "lookup+"], "names no model"),
         (["--rule", "tree"], "rule"),
     ],
 )
