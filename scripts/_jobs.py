@@ -201,9 +201,10 @@ def load_decoder(options: DecoderOptions) -> Decoder:
             lookup, name = "lookup", "none"
         if lookup not in ("", "lookup"):
             raise ValueError(f"--draft {options.draft}: only 'lookup' can stand before a '+'")
-        if not name:
+        if not Path(name).suffix and name not in ("none", "smollm2", *DRAFTS):
             raise ValueError(
-                f"--draft {options.draft!r} names no model; give lookup, lookup+PATH, a path, or none"
+                f"--draft {options.draft!r} names no model; give lookup, none, {', '.join(DRAFTS)}, "
+                "the path of a .gguf or .safetensors file, or lookup+ one of these"
             )
         draft: Any = None
         if name in DRAFTS or name.endswith(".safetensors"):

@@ -49,6 +49,7 @@ def test_the_coupled_rule_changes_no_sampled_character(model, capsys):
         (["--seed", -1], "seed must be"),
         (["--temprature", 1], "unknown option --temprature; did you mean --temperature?"),
         (["--draft", "lookup+"], "names no model"),
+        (["--draft", "nope"], "--draft 'nope' names no model; give lookup, none, smollm2-draft"),
         (["--rule", "tree"], "rule"),
     ],
 )
