@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.scripts import _cli, _distill_data, _jobs
+from specjax.scripts import _cli, _distill_data, _distill_layers, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def make_draft(
         model, params = feature_head(*target, config.num_layers or 1, vocabulary, config.seed)
     elif config.kind == "layers":
         with _cli.blame_input(ValueError):
-            layers = _distill_data.choose_layers(config, loaded, vocabulary, source)
+            layers = _distill_layers.choose_layers(config, loaded, vocabulary, source)
             model, params = cut_layers(*target, layers, vocabulary)
     else:
         model, params = small_model(
