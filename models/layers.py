@@ -13,7 +13,7 @@ from flax import nnx
 from specjax import cache as kv
 from specjax.models.config import ModelConfig
 from specjax.models.products import project
-from specjax.parallel.sharding import Names
+from specjax.parallel.sharding import Names, is_spread
 from specjax.types import Array
 
 __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_angles", "rotate"]
@@ -21,6 +21,8 @@ __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_a
 _BLOCK, _WIDE_BLOCK = 128, 512
 """Slots of the cache that attention reads at once, where it need not read all. A CPU gains from few; for an
 accelerator, whose caches are stacked, a turn of a loop is dear."""
+_ROWS = 4
+"""Rows that a CPU takes at once there: each such group reads no further than its own longest row."""
 
 
 class RMSNorm(nnx.Module):
@@ -93,6 +95,8 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
 
     A few tokens read a long cache block by block, with a running softmax (Milakov and Gimelshein, 2018),
     and no further than the longest row has come: what a step reads grows with the text, not the capacity.
+    On a CPU some rows go together, so that a long one doesn't make all others read as far; where rows are
+    spread over devices they stay where they lie.
 
     Args:
       queries: [B, T, H, Dh]; head h reads key-value head h // (H / KV).
@@ -106,7 +110,8 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
     """
     rows, tokens, heads, head_dim = queries.shape
     kv_heads, capacity = kv.num_heads(cache), kv.capacity(cache)
-    block = _BLOCK if isinstance(cache.keys, tuple) else _WIDE_BLOCK
+    is_stacked = not isinstance(cache.keys, tuple)
+    block = _WIDE_BLOCK if is_stacked else _BLOCK
     groups = heads // kv_heads
     # The queries that read one key-value head form one matrix, and the cache is used as it lies.
     grouped = queries.reshape(rows, tokens, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
@@ -114,36 +119,48 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
     # Where the cache is wider than a head its vectors end in zeros; queries as wide read it as it lies.
     grouped = jnp.pad(grouped, [(0, 0)] * 3 + [(0, kv.width(cache) - head_dim)])
 
-    def weigh(keys: Array, first: int | Array) -> Array:
+    def weigh(grouped: Array, positions: Array, keys: Array, first: int | Array) -> Array:
         scores = jnp.einsum("bkqd,bksd->bkqs", grouped, keys, preferred_element_type=jnp.float32)
-        scores = scores.reshape(rows, kv_heads, groups, tokens, -1) * head_dim**-0.5
+        by_token = scores.reshape(-1, kv_heads, groups, tokens, keys.shape[2]) * head_dim**-0.5
         visible = kv.mask(positions, keys.shape[2], first)[:, None, None]
-        scores = jnp.where(visible, scores, jnp.finfo(jnp.float32).min)
-        return scores.reshape(rows, kv_heads, groups * tokens, -1)
+        return jnp.where(visible, by_token, jnp.finfo(jnp.float32).min).reshape(scores.shape)
 
     def mix(weights: Array, values: Array) -> Array:
         weights = weights.astype(values.dtype)
         return jnp.einsum("bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32)
 
-    def read_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        largest, total, mixed = carry
-        keys, values = kv.read(cache, layer, i * block, block)
-        scores = weigh(keys, i * block)
-        new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-        weights, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
-        total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-        return new, total, mixed * shrink + mix(weights, values)
+    def read_blocks(grouped: Array, positions: Array, newest: Array, first_row: Array | None) -> Array:
+        def read_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            largest, total, mixed = carry
+            some = None if first_row is None else (first_row, len(grouped))
+            keys, values = kv.read(cache, layer, (i * block, block), some)
+            scores = weigh(grouped, positions, keys, i * block)
+            new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+            weights, shrink = jnp.exp(scores - new), jnp.exp(largest - new)
+            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+            return new, total, mixed * shrink + mix(weights, values)
 
-    if capacity % block or capacity <= max(block, 2 * tokens):  # a whole text, as in training: all at once
-        keys, values = kv.read(cache, layer)
-        mixed = mix(jax.nn.softmax(weigh(keys, 0), axis=-1), values)
-    else:
         # What lies past the end is not written, and not read: no more blocks than there are.
         num_blocks = jnp.minimum(newest // block + 1, capacity // block)
         column = jnp.zeros((*grouped.shape[:3], 1), jnp.float32)
         start = (column + jnp.finfo(jnp.float32).min, column, jnp.zeros(grouped.shape, jnp.float32))
         _, total, mixed = jax.lax.fori_loop(0, num_blocks, read_block, start)
-        mixed = mixed / total
+        return mixed / total
+
+    def read_rows(i: Array, mixed: Array) -> Array:
+        first = i * _ROWS
+        some, where = (jax.lax.dynamic_slice_in_dim(x, first, _ROWS) for x in (grouped, positions))
+        return jax.lax.dynamic_update_slice_in_dim(
+            mixed, read_blocks(some, where, jnp.max(where), first), first, axis=0
+        )
+
+    if capacity % block or capacity <= max(block, 2 * tokens):  # a whole text, as in training: all at once
+        keys, values = kv.read(cache, layer)
+        mixed = mix(jax.nn.softmax(weigh(grouped, positions, keys, 0), axis=-1), values)
+    elif is_stacked or rows % _ROWS or rows == _ROWS or is_spread("rows"):
+        mixed = read_blocks(grouped, positions, newest, None)
+    else:
+        mixed = jax.lax.fori_loop(0, rows // _ROWS, read_rows, jnp.zeros(grouped.shape, jnp.float32))
     mixed = mixed[..., :head_dim].reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads * head_dim).astype(queries.dtype)
 

@@ -142,29 +142,38 @@ def _scatter(buffer: Array, block: Array, place: Array) -> Array:
 
 
 def read(
-    cache: KVCache, layer: int | Array, first: int | Array = 0, count: int | None = None
+    cache: KVCache,
+    layer: int | Array,
+    slots: tuple[int | Array, int] | None = None,
+    rows: tuple[int | Array, int] | None = None,
 ) -> tuple[Array, Array]:
-    """Returns the keys and values of one layer, each [B, KV, count, Dh].
+    """Returns the keys and values of one layer, each [rows, KV, slots, Dh].
 
     Args:
       cache: of S slots.
       layer: which layer; a traced index only where the cache is stacked.
-      first: the first slot, at most S - count.
-      count: how many slots; None reads all.
+      slots: the first one, at most S - count, and how many; None reads all.
+      rows: likewise.
     """
 
+    # One slice, not one of another: a program that takes the layer first may copy it whole.
     def get(buffer: Array | tuple[Array, ...]) -> Array:
         if isinstance(buffer, tuple):
             assert isinstance(layer, int), "unrolled layers are counted in Python"
-            slots = buffer[layer]
-            return slots if count is None else jax.lax.dynamic_slice_in_dim(slots, first, count, axis=2)
-        if count is None:
-            return jax.lax.dynamic_index_in_dim(buffer, layer, axis=2, keepdims=False)
-        # One slice, not one of another: a program that takes the layer first may copy it whole.
-        sizes = (*buffer.shape[:2], 1, count, buffer.shape[4])
-        return jax.lax.dynamic_slice(buffer, (0, 0, layer, first, 0), sizes)[:, :, 0]
+            return _slice(buffer[layer], {0: rows, 2: slots})
+        return _slice(buffer, {0: rows, 2: (layer, 1), 3: slots})[:, :, 0]
 
     return get(cache.keys), get(cache.values)
+
+
+def _slice(buffer: Array, parts: dict[int, tuple[int | Array, int] | None]) -> Array:
+    """Of some dimensions a part, from its first index as many as it says."""
+    starts: list[int | Array] = [0] * buffer.ndim
+    sizes = list(buffer.shape)
+    for dimension, part in parts.items():
+        if part is not None:
+            starts[dimension], sizes[dimension] = part
+    return buffer if sizes == list(buffer.shape) else jax.lax.dynamic_slice(buffer, starts, sizes)
 
 
 def mask(positions: Array, count: int, first: int | Array = 0) -> Array:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.decode import Caches
 from specjax.engine.choose import MIN_STEPS, Chooser
 from specjax.engine.lane import Lane, default_rows
 from specjax.engine.programs import Programs
@@ -84,8 +85,8 @@ class Engine:
       detokenizer: makes what turns ids into text, block by block; needed for stop strings.
       max_logprobs: the most alternatives that work may ask for; None has no log-probabilities at all.
       prefill_rows: P, prompts read at once; None: 4 for each device along ``data``, no more than slots.
-      chunk: tokens of a prompt read at once; None: 16 on a CPU, where more rows make no product faster, else
-        128.
+      chunk: tokens of a prompt read at once, a quarter where no more are left; None: 64 on a CPU, where more
+        make no product faster, else 512.
       placement: how all lies on a mesh; :meth:`specjax.parallel.sharding.Layout.lay` has laid the models.
     """
 
@@ -118,7 +119,7 @@ class Engine:
         reserve = max(widths, default=0) + 1
         if capacity < reserve + 2:
             raise ValueError(f"a capacity of {capacity} positions is less than one token and a draft need")
-        chunk = (16 if jax.default_backend() == "cpu" else 128) if chunk is None else chunk
+        chunk = (64 if jax.default_backend() == "cpu" else 512) if chunk is None else chunk
         self.limits = Limits(
             vocab_size=target.vocab_size,
             context_length=target.context_length,
@@ -140,7 +141,7 @@ class Engine:
             target, target_params, self._widest, draft_params, capacity=capacity, placement=placement
         )
         rows = default_rows(slots, programs.ways) if prefill_rows is None else prefill_rows
-        self._lane = Lane(programs, rows=rows, chunk=chunk)
+        self._lane = Lane(programs, rows=rows, chunks=sorted({-(-chunk // 4), chunk}))
         top = min(max_logprobs or 0, target.vocab_size)
         self._scorer = None if max_logprobs is None else Scorer(programs, capacity, top)
         self._slots = programs.empty_slots(slots, self._num_kept)
@@ -184,20 +185,16 @@ class Engine:
         """Compiles all programs and times a step of each K; ``progress(name, done, total)`` says how far."""
         names = ["prefill", "admission", *(f"steps with K = {width}" for width in self._drafters)]
         names += ["log-probabilities"] * (self._scorer is not None)
-        work, row = Work((1,), ignore_eos=True), 0
         for done, name in enumerate(names):
             progress(name, done, len(names))
             if name == "prefill":
-                self._lane.load(work)
-                self._lane.read()
-                jax.block_until_ready(self._lane.caches)
+                self._lane.warm_up()
             elif name == "admission":
-                row, _ = self._lane.take() or (0, work)
-                self._admit(0, row, work)
+                self._admit(0, *self._trial())
             elif name == "log-probabilities" and self._scorer is not None:
-                self._scorer(work.prompt, [1], 0)
+                self._scorer((1,), [1], 0)
             else:
-                self._time_step(list(self._drafters)[done - 2], row, work)
+                self._time_step(list(self._drafters)[done - 2])
         progress("ready", len(names), len(names))
         self._running = [None] * self.num_slots
         self._cancelled[:] = True
@@ -287,11 +284,10 @@ class Engine:
                 self._busy()
                 self._admit(free.popleft(), *taken)
                 continue
-            missing = self._lane.chunks_to_ready()
-            if not missing or reads == 0:  # nothing to read, or something is ready for when a slot is free
+            # The next one is ready for when a slot is free, or nothing is to be read.
+            if self._lane.is_ready or reads == 0 or not self._lane.read():
                 break
             self._busy()
-            self._lane.read()
             reads = None if reads is None and free else (READS if reads is None else reads) - 1
         self.stats.live = sum(row is not None for row in self._running)
         self.stats.waiting = self._num_waiting
@@ -355,11 +351,9 @@ class Engine:
         while self._waiting and self._lane.load(self._waiting[0]):
             self._waiting.popleft()
 
-    def _admit(self, slot: int, lane_row: int, work: Work) -> None:
+    def _admit(self, slot: int, caches: Caches, lane_row: int, work: Work) -> None:
         row = self.limits.row(work)
-        self._slots = self._programs.admit(
-            self._slots, self._lane.caches, row, np.int32(lane_row), np.int32(slot)
-        )
+        self._slots = self._programs.admit(self._slots, caches, row, np.int32(lane_row), np.int32(slot))
         text = None if self._detokenizer is None else self._detokenizer()
         self._running[slot] = Running(work, self.limits.stop_ids(work), text)
         self._cancelled[slot] = False
@@ -376,11 +370,15 @@ class Engine:
         )
         return report
 
-    def _time_step(self, width: int, *row: Any) -> None:
+    def _trial(self) -> tuple[Caches, int, Work]:
+        """A row to warm up with."""
+        return self._lane.caches[0], 0, Work((1,), ignore_eos=True)
+
+    def _time_step(self, width: int) -> None:
         """Runs some steps of a new row in all slots three times, the first one to compile."""
         for _ in range(3):
             for slot in range(self.num_slots):  # those of the last run may have ended
-                self._admit(slot, *row)
+                self._admit(slot, *self._trial())
             jax.block_until_ready(self._slots)
             started = time.perf_counter()
             steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
+from specjax.decode import Caches
 from specjax.engine.programs import Programs
 from specjax.engine.work import Work
 
@@ -48,19 +50,29 @@ class _Row:
 class Lane:
     """Rows on their way to the slots.
 
+    Each is read alone, so that a lone prompt costs no more than its own tokens; where rows are spread over
+    devices, as many are read together as there are devices.
+
     Args:
       programs: what reads.
-      rows: P, how many prompts are read at once.
-      chunk: C, tokens of each that one call reads.
+      rows: P, how many prompts are held at once.
+      chunks: how many tokens of a prompt one call reads, rising: the least that hold what is missing.
     """
 
-    def __init__(self, programs: Programs, *, rows: int, chunk: int) -> None:
-        self._programs, self._chunk = programs, chunk
-        self.caches = programs.empty_caches(rows)
+    def __init__(self, programs: Programs, *, rows: int, chunks: Sequence[int]) -> None:
+        self._programs, self._chunks = programs, tuple(chunks)
+        self._together = programs.ways if rows % programs.ways == 0 else rows
+        self.caches = [programs.empty_caches(self._together) for _ in range(rows // self._together)]
         self._rows = [_Row() for _ in range(rows)]
         self._numbers = itertools.count()
-        self._has_state = bool(jax.tree.leaves(self.caches[1]))
+        self._has_state = bool(jax.tree.leaves(self.caches[0][1]))
         self.tokens_read = 0
+
+    def warm_up(self) -> None:
+        """Compiles what reads, and waits for it."""
+        for chunk in self._chunks:
+            self.caches[0] = self._programs.read(self.caches[0], *self._filler(chunk))
+        jax.block_until_ready(self.caches)
 
     @property
     def is_empty(self) -> bool:
@@ -72,10 +84,11 @@ class Lane:
         """Work in it."""
         return sum(len(row.waiting) for row in self._rows)
 
-    def chunks_to_ready(self) -> int | None:
-        """Calls of :meth:`read` until some row is ready: 0 if one is, None if the lane is empty."""
-        missing = [row.num_missing for row in self._rows if row.waiting]
-        return min((-(-tokens // self._chunk) for tokens in missing), default=None)
+    @property
+    def is_ready(self) -> bool:
+        """Whether what has waited longest can be taken."""
+        waiting = [row for row in self._rows if row.waiting]
+        return bool(waiting) and min(waiting, key=lambda row: row.waiting[0][0]).is_ready
 
     def load(self, work: Work) -> bool:
         """Takes work to the row with its prompt, or the free one that begins most alike; False if full."""
@@ -94,35 +107,53 @@ class Lane:
         row.waiting.append((next(self._numbers), work))
         return True
 
-    def read(self) -> None:
-        """Reads a chunk of every prompt that isn't read yet, on the device; returns at once."""
-        shape = (len(self._rows), self._chunk)
-        tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        length = np.ones(shape[0], np.int32)
-        for i, row in enumerate(self._rows):
+    def read(self) -> bool:
+        """Reads a chunk of the prompt that has waited longest, on the device, and returns at once.
+
+        Returns:
+          False if nothing is to be read.
+        """
+        unread = [i for i, row in enumerate(self._rows) if row.waiting and not row.is_ready]
+        if not unread:
+            return False
+        group = min(unread, key=lambda i: self._rows[i].waiting[0][0]) // self._together
+        rows = self._rows[group * self._together :][: self._together]
+        most = max(row.num_missing for row in rows if row.waiting)
+        chunk = next((chunk for chunk in self._chunks if chunk >= most), self._chunks[-1])
+        tokens, positions, length = self._filler(chunk)
+        for i, row in enumerate(rows):
             # A row with nothing to read is given filler, which lands past what it has read.
-            positions[i] = row.position + np.arange(self._chunk)
+            positions[i] += row.position
             length[i] = max(len(row.tokens), 1)
             if row.waiting and not row.is_ready:
-                block = row.tokens[row.position : row.position + self._chunk]
+                block = row.tokens[row.position : row.position + chunk]
                 tokens[i, : len(block)] = block
                 row.position += len(block)
                 self.tokens_read += len(block)
             row.is_settled = True
-        self.caches = self._programs.read(self.caches, tokens, positions, length)
+        self.caches[group] = self._programs.read(self.caches[group], tokens, positions, length)
+        return True
+
+    def _filler(self, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A chunk without a text, from the first position on: tokens, positions, lengths."""
+        shape = (self._together, chunk)
+        positions = np.broadcast_to(np.arange(chunk, dtype=np.int32), shape).copy()
+        return np.zeros(shape, np.int32), positions, np.ones(self._together, np.int32)
 
     def clear(self) -> None:
         """Forgets who waits; what was read stays."""
         for row in self._rows:
             row.waiting.clear()
 
-    def take(self) -> tuple[int, Work] | None:
-        """Gives the work that is ready and has waited longest, and its row; None if there is none."""
+    def take(self) -> tuple[Caches, int, Work] | None:
+        """Gives the work that is ready and has waited longest, and where its row is: in which caches, and
+        where there. None if there is none."""
         ready = [i for i, row in enumerate(self._rows) if row.is_ready]
         if not ready:
             return None
         first = min(ready, key=lambda i: self._rows[i].waiting[0][0])
-        return first, self._rows[first].waiting.popleft()[1]
+        group, row = divmod(first, self._together)
+        return self.caches[group], row, self._rows[first].waiting.popleft()[1]
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

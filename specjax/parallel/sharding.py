@@ -42,6 +42,7 @@ __all__ = [
     "Placement",
     "ShardedModel",
     "fetch",
+    "is_spread",
     "make_placement",
     "parse_mesh",
     "place",
@@ -77,10 +78,13 @@ class Layout:
         axes = dict(self.table)
         spread: list[tuple[str, ...] | None] = []
         for name, size in zip(names, shape, strict=True):
-            over = axes.get(name, ()) if name else ()
-            ways = math.prod(self.mesh.shape[axis] for axis in over)
-            spread.append(over if ways > 1 and size % ways == 0 else None)
+            ways = self.ways(name)
+            spread.append(axes[name] if name and ways > 1 and size % ways == 0 else None)
         return NamedSharding(self.mesh, PartitionSpec(*spread))
+
+    def ways(self, name: str | None) -> int:
+        """Over how many devices a name is spread."""
+        return math.prod(self.mesh.shape[axis] for axis in dict(self.table).get(name or "", ()))
 
     def lay(self, model: Model, params: Params) -> tuple[ShardedModel, Params]:
         """The model as it is traced under this layout, and its weights where they lie."""
@@ -111,6 +115,12 @@ def shard(x: Array, *names: str | None) -> Array:
     """Says by name how ``x`` is spread, where a layout is active; else returns it as it is."""
     layout = _ACTIVE.get()
     return x if layout is None else jax.lax.with_sharding_constraint(x, layout.sharding(names, x.shape))
+
+
+def is_spread(name: str) -> bool:
+    """Whether a layout is active that spreads what has this name over several devices."""
+    layout = _ACTIVE.get()
+    return layout is not None and layout.ways(name) > 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,17 +29,56 @@ class Told(SilentDrafter):
 def read_in(lane: Lane, prompt: tuple[int, ...]) -> int:
     """Reads a prompt and takes it out; what the drafter knows of its row then."""
     assert lane.load(Work(prompt))
-    while lane.chunks_to_ready():
-        lane.read()
-    row, _ = lane.take()
-    return int(lane.caches[1][row])
+    while lane.read():
+        pass
+    (_, known), row, _ = lane.take()
+    return int(known[row])
 
 
 def test_the_drafter_knows_where_a_prompt_ends_that_needs_no_reading():
     # Each begins the one before it, so the target has nothing to read; one of one token never has.
     programs = Programs(tables.HistoryModel(11), PARAMS, Told(2), None, capacity=64, placement=None)
-    lane = Lane(programs, rows=1, chunk=4)
+    lane = Lane(programs, rows=1, chunks=(1, 4))
     prompt = tuple(i % 11 for i in range(30))
     for length in (30, 20, 19, 2, 1):
         known = read_in(lane, prompt[:length])
         assert length - 1 <= known <= length
+
+
+@dataclasses.dataclass
+class Noted:
+    """Reads nothing, and keeps the shapes that it was given."""
+
+    ways: int = 1
+    shapes: list = dataclasses.field(default_factory=list)
+
+    def empty_caches(self, rows):
+        return jnp.zeros(rows), None
+
+    def read(self, caches, tokens, positions, length):
+        self.shapes.append(tokens.shape)
+        return caches
+
+
+def test_a_lone_prompt_costs_no_more_than_its_tokens():
+    programs = Noted()
+    lane = Lane(programs, rows=4, chunks=(16, 64))
+    assert not lane.read()
+    for length in (141, 10):
+        assert lane.load(Work(tuple(range(length)), tag=length))
+    assert [lane.read() for _ in range(5)] == [True] * 4 + [False]
+    # The one that came first is read first, with as few tokens as its end needs.
+    assert programs.shapes == [(1, 64), (1, 64), (1, 16), (1, 16)]
+    assert [lane.take()[2].tag for _ in range(2)] == [141, 10]
+
+
+def test_rows_of_several_devices_are_read_together():
+    programs = Noted(ways=2)
+    lane = Lane(programs, rows=4, chunks=(16, 64))
+    for length in (10, 20, 30):
+        assert lane.load(Work(tuple(range(length)), tag=length))
+    while lane.read():
+        pass
+    assert programs.shapes == [(2, 64), (2, 64)]
+    where = [(caches.shape, row) for (caches, _), row, _ in (lane.take() for _ in range(3))]
+    assert where == [((2,), 0), ((2,), 1), ((2,), 0)]

@@ -8,7 +8,7 @@ import pytest
 from specjax import cache as kv
 from specjax.models.layers import attend
 
-B, KV, H, DH, T, L = 3, 2, 4, 8, 2, 2
+B, KV, H, DH, T, L = 8, 2, 4, 8, 2, 2
 S = 2048
 
 
@@ -24,9 +24,11 @@ def filled(capacity, stacked, width=DH):
 
 
 def run(cache, last, stacked):
-    """What queries say that end at positions ``last`` of each row, from layer 1."""
+    """What queries say that end at positions ``last``, of the rows by turns, from layer 1."""
     queries = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, H, DH)), jnp.float32)
-    positions = jnp.asarray(last, jnp.int32)[:, None] + jnp.arange(1 - T, 1, dtype=jnp.int32)[None]
+    positions = (
+        jnp.asarray(np.resize(last, B), jnp.int32)[:, None] + jnp.arange(1 - T, 1, dtype=jnp.int32)[None]
+    )
     layer = jnp.int32(1) if stacked else 1
     return np.asarray(attend(queries, cache, layer, positions, jnp.max(positions)))
 
@@ -44,6 +46,12 @@ def test_what_lies_past_the_newest_block_is_not_read(stacked):
     poisoned = jax.tree.map(lambda x: x.at[..., 1024:, :].set(jnp.nan), filled(S, stacked))
     assert np.isfinite(run(poisoned, (3, 600, 1023), stacked)).all()
     assert np.isnan(run(poisoned, (3, 600, 1024), stacked)).any()
+
+
+def test_rows_that_go_together_read_no_further_than_their_own_longest():
+    poisoned = jax.tree.map(lambda x: x.at[:4, :, 256:].set(jnp.nan), filled(S, False))
+    assert np.isfinite(run(poisoned, (3, 60, 255, 10, 2000, 7, 300, 1023), False)).all()
+    assert np.isnan(run(poisoned, (3, 60, 256, 10, 2000, 7, 300, 1023), False)).any()
 
 
 def test_a_cache_wider_than_a_head_gives_the_same():

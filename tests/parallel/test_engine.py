@@ -93,7 +93,7 @@ def test_no_device_holds_more_than_its_part():
     state = engine._slots.state
     held = jax.tree.leaves((state.target_cache, state.draft_state, engine._lane.caches))
     caches = [buffer for buffer in held if buffer.ndim == 4]
-    assert len(caches) == 2 * 2 * 2  # keys and values of target and draft, in slots and lane
+    assert len(caches) == 2 * 2 * 3  # keys and values of target and draft, in slots and a lane of two pairs
     for buffer in caches:
         assert all(part.data.size == buffer.size // 8 for part in buffer.addressable_shards)
     placement, params = engine._programs._placement, engine._programs._params

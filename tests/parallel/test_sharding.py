@@ -140,12 +140,26 @@ def test_no_device_holds_a_whole_vocabulary(spread):
     assert V not in found
 
 
+def largest_moved(text):
+    """The numbers in the largest array that a program brings elsewhere."""
+    moved = re.findall(r"= \(?\w\d+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", text)
+    return max((np.prod([int(n) for n in dims.split(",") if n] or [1]) for dims in moved), default=0)
+
+
 def test_rows_stay_where_they_are(spread):
-    moved = re.findall(
-        r"= \(?\w\d+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", spread[1].as_text()
-    )
-    sizes = [np.prod([int(n) for n in dims.split(",") if n] or [1]) for dims in moved]
-    assert max(sizes, default=0) <= len(PROMPTS) * (K + 1)  # a number a token at most
+    assert largest_moved(spread[1].as_text()) <= len(PROMPTS) * (K + 1)  # a number a token at most
+
+
+def test_rows_with_long_caches_stay_where_they_are():
+    # Caches that one device reads block by block, a few rows at a time.
+    layout = make_placement("data=2,model=4").target
+    model, params = layout.lay(*to_model(Transformer(config(), nnx.Rngs(0))))
+    rows, capacity = 8, 1024
+    cache = jax.jit(lambda: model.init_cache(rows, capacity))()
+    tokens, positions = np.zeros((2, rows, 1), np.int32)
+    text = jax.jit(model.apply).lower(params, tokens, cache, positions).compile().as_text()
+    assert "while" in text
+    assert largest_moved(text) <= rows * 32  # states at most, of caches 8 * 1024 * 32 / 2
 
 
 def test_caches_are_spread_and_given_away(spread):
