@@ -22,7 +22,7 @@ _BLOCK, _WIDE_BLOCK = 128, 512
 """Slots of the cache that attention reads at once, where it need not read all. A CPU gains from few; for an
 accelerator, whose caches are stacked, a turn of a loop is dear."""
 _ROWS = 4
-"""Rows that a CPU takes at once there: each such group reads no further than its own longest row."""
+"""Rows of like length that a CPU takes at once there, to read no further than the longest of them."""
 
 
 class RMSNorm(nnx.Module):
@@ -95,8 +95,8 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
 
     A few tokens read a long cache block by block, with a running softmax (Milakov and Gimelshein, 2018),
     and no further than the longest row has come: what a step reads grows with the text, not the capacity.
-    On a CPU some rows go together, so that a long one doesn't make all others read as far; where rows are
-    spread over devices they stay where they lie.
+    On a CPU a few rows of like length go together, so that a long one doesn't make all others read as far;
+    where rows are spread over devices they stay where they lie.
 
     Args:
       queries: [B, T, H, Dh]; head h reads key-value head h // (H / KV).
@@ -129,10 +129,9 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
         weights = weights.astype(values.dtype)
         return jnp.einsum("bkqs,bksd->bkqd", weights, values, preferred_element_type=jnp.float32)
 
-    def read_blocks(grouped: Array, positions: Array, newest: Array, first_row: Array | None) -> Array:
+    def read_blocks(grouped: Array, positions: Array, newest: Array, some: Array | None = None) -> Array:
         def read_block(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = carry
-            some = None if first_row is None else (first_row, len(grouped))
             keys, values = kv.read(cache, layer, (i * block, block), some)
             scores = weigh(grouped, positions, keys, i * block)
             new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
@@ -147,18 +146,18 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
         _, total, mixed = jax.lax.fori_loop(0, num_blocks, read_block, start)
         return mixed / total
 
+    by_length = jnp.argsort(positions[:, -1])
+
     def read_rows(i: Array, mixed: Array) -> Array:
-        first = i * _ROWS
-        some, where = (jax.lax.dynamic_slice_in_dim(x, first, _ROWS) for x in (grouped, positions))
-        return jax.lax.dynamic_update_slice_in_dim(
-            mixed, read_blocks(some, where, jnp.max(where), first), first, axis=0
-        )
+        some = jax.lax.dynamic_slice_in_dim(by_length, i * _ROWS, _ROWS)
+        own = positions[some]
+        return mixed.at[some].set(read_blocks(grouped[some], own, jnp.max(own), some))
 
     if capacity % block or capacity <= max(block, 2 * tokens):  # a whole text, as in training: all at once
         keys, values = kv.read(cache, layer)
         mixed = mix(jax.nn.softmax(weigh(grouped, positions, keys, 0), axis=-1), values)
     elif is_stacked or rows % _ROWS or rows == _ROWS or is_spread("rows"):
-        mixed = read_blocks(grouped, positions, newest, None)
+        mixed = read_blocks(grouped, positions, newest)
     else:
         mixed = jax.lax.fori_loop(0, rows // _ROWS, read_rows, jnp.zeros(grouped.shape, jnp.float32))
     mixed = mixed[..., :head_dim].reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)

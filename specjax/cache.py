@@ -145,7 +145,7 @@ def read(
     cache: KVCache,
     layer: int | Array,
     slots: tuple[int | Array, int] | None = None,
-    rows: tuple[int | Array, int] | None = None,
+    rows: Array | None = None,
 ) -> tuple[Array, Array]:
     """Returns the keys and values of one layer, each [rows, KV, slots, Dh].
 
@@ -153,27 +153,27 @@ def read(
       cache: of S slots.
       layer: which layer; a traced index only where the cache is stacked.
       slots: the first one, at most S - count, and how many; None reads all.
-      rows: likewise.
+      rows: [n] int32, those to read, of a cache that isn't stacked; None reads all.
     """
 
-    # One slice, not one of another: a program that takes the layer first may copy it whole.
     def get(buffer: Array | tuple[Array, ...]) -> Array:
         if isinstance(buffer, tuple):
             assert isinstance(layer, int), "unrolled layers are counted in Python"
-            return _slice(buffer[layer], {0: rows, 2: slots})
-        return _slice(buffer, {0: rows, 2: (layer, 1), 3: slots})[:, :, 0]
+            own = buffer[layer]
+            if slots is None:
+                return own if rows is None else own[rows]
+            first, count = slots
+            if rows is None:
+                return jax.lax.dynamic_slice_in_dim(own, first, count, axis=2)
+            sizes = (1, *own.shape[1:2], count, own.shape[3])
+            return jax.vmap(lambda row: jax.lax.dynamic_slice(own, (row, 0, first, 0), sizes)[0])(rows)
+        if slots is None:
+            return jax.lax.dynamic_index_in_dim(buffer, layer, axis=2, keepdims=False)
+        # One slice, not one of another: a program that takes the layer first may copy it whole.
+        sizes = (*buffer.shape[:2], 1, slots[1], buffer.shape[4])
+        return jax.lax.dynamic_slice(buffer, (0, 0, layer, slots[0], 0), sizes)[:, :, 0]
 
     return get(cache.keys), get(cache.values)
-
-
-def _slice(buffer: Array, parts: dict[int, tuple[int | Array, int] | None]) -> Array:
-    """Of some dimensions a part, from its first index as many as it says."""
-    starts: list[int | Array] = [0] * buffer.ndim
-    sizes = list(buffer.shape)
-    for dimension, part in parts.items():
-        if part is not None:
-            starts[dimension], sizes[dimension] = part
-    return buffer if sizes == list(buffer.shape) else jax.lax.dynamic_slice(buffer, starts, sizes)
 
 
 def mask(positions: Array, count: int, first: int | Array = 0) -> Array:

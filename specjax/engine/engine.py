@@ -147,7 +147,6 @@ class Engine:
         self._slots = programs.empty_slots(slots, self._num_kept)
         self._chooser = Chooser(sorted({0, *self._drafters}), slots)
         self._running: list[Running | None] = [None] * slots
-        self._cancelled = np.zeros(slots, bool)
         bins = (slots, self._num_kept + 1)
         # Each row's steps, and these by the number of tokens drafted and kept, as last read.
         self._seen = [np.zeros(shape, np.int32) for shape in ((slots,), bins, bins)]
@@ -197,7 +196,6 @@ class Engine:
                 self._time_step(list(self._drafters)[done - 2])
         progress("ready", len(names), len(names))
         self._running = [None] * self.num_slots
-        self._cancelled[:] = True
         for array in self._seen:
             array[:] = 0
         self._is_warm, self.stats = True, Stats()
@@ -306,7 +304,6 @@ class Engine:
         started = time.perf_counter()
         most = MAX_STEPS if self._chooser.is_sure and not watched else MIN_STEPS
         report = self._run(width, most, 1 if more else self.num_slots)
-        self._cancelled[:] = False
         return _Flight(report, width, list(self._running), started, is_alone)
 
     def _collect(self, flight: _Flight, ended: list[tuple[int, Running]], partial: bool) -> Iterator[Result]:
@@ -331,7 +328,6 @@ class Engine:
                 continue
             if slot in watched:  # a stop string: the device doesn't know yet
                 self._running[slot] = None
-                self._cancelled[slot] = True
             self.stats.tokens += len(result.tokens)
             if row.work.num_logprobs is not None and self._scorer is not None:
                 self._busy()
@@ -356,7 +352,6 @@ class Engine:
         self._slots = self._programs.admit(self._slots, caches, row, np.int32(lane_row), np.int32(slot))
         text = None if self._detokenizer is None else self._detokenizer()
         self._running[slot] = Running(work, self.limits.stop_ids(work), text)
-        self._cancelled[slot] = False
         for array in self._seen:
             array[slot] = 0
         self._chooser.forget_row(slot)
@@ -364,7 +359,8 @@ class Engine:
         self.stats.tokens_read = self._lane.tokens_read
 
     def _run(self, width: int, max_steps: int, enough: int) -> Report:
-        control = self._cancelled.copy(), np.int32(MIN_STEPS), np.int32(max_steps), np.int32(enough)
+        free = np.array([row is None for row in self._running])
+        control = free, np.int32(MIN_STEPS), np.int32(max_steps), np.int32(enough)
         self._slots, report = self._programs.run(
             self._slots, *control, drafter=self._drafters[width], rule=self._rule
         )
@@ -394,5 +390,4 @@ class Engine:
         self._is_idle = False  # what passes until the next job is nobody's waiting
         self._waiting.clear()
         self._running = [None] * self.num_slots
-        self._cancelled[:] = True
         self._lane.clear()

@@ -179,7 +179,7 @@ def run(
     slots: Slots,
     target_params: Params,
     draft_params: Params,
-    cancelled: Array,
+    free: Array,
     min_steps: Array,
     max_steps: Array,
     enough: Array,
@@ -194,7 +194,8 @@ def run(
       slots: consumed.
       target_params: the target's weights.
       draft_params: the drafter's.
-      cancelled: [B] bool, rows to end before anything else.
+      free: [B] bool, slots without a row: what is left there ends, and is as short as can be, since a forward
+        reads all rows.
       min_steps: int32, steps to take while a row lives.
       max_steps: int32, steps to take at most.
       enough: int32, how many rows have to end in this run to make it come back before ``max_steps``.
@@ -205,7 +206,12 @@ def run(
     Returns:
       The slots, and copies of what the host reads.
     """
-    begin = dataclasses.replace(slots.state, done=slots.state.done | cancelled)
+    context = slots.state.context
+    begin = dataclasses.replace(
+        slots.state,
+        context=dataclasses.replace(context, length=jnp.where(free, 1, context.length)),
+        done=slots.state.done | free,
+    )
     done_before = jnp.sum(begin.done, dtype=jnp.int32)
 
     def goes_on(state: DecodeState, count: Array) -> Array:
