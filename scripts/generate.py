@@ -46,6 +46,8 @@ class Config(_jobs.SamplingOptions, _jobs.MeshOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"--min-tokens is {self.min_tokens}, more than --max-tokens, {self.max_tokens}")
         if self.processes and not self.mesh:
             raise ValueError("--processes needs a --mesh over all their devices")
         if self.processes and self.trace:

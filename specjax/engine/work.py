@@ -94,11 +94,11 @@ class Limits:
             raise ValueError(f"the prompt has a token outside the vocabulary of {self.vocab_size}")
         room, length = self.room_after(len(work.prompt)), len(work.prompt)
         if room < 1:
-            raise ValueError(f"a prompt of {length} tokens leaves no room in slots of {self.usable} tokens")
+            raise ValueError(f"a prompt of {length} tokens leaves no room in slots of {self._size}")
         if work.max_tokens is not None and not 1 <= work.max_tokens <= room:
             raise ValueError(
                 f"max_tokens must be in 1..{room} after a prompt of {length} tokens, in slots of "
-                f"{self.usable}, not {work.max_tokens}"
+                f"{self._size}, not {work.max_tokens}"
             )
         if len(self.stop_ids(work)) > MAX_STOPS:
             raise ValueError(f"more than {MAX_STOPS} stop tokens, the model's own included")
@@ -117,6 +117,13 @@ class Limits:
     def usable(self) -> int:
         """Tokens that a slot can hold, prompt and output."""
         return min(self.capacity - self.reserve, self.context_length)
+
+    @property
+    def _size(self) -> str:
+        """The same, and what could be changed about it."""
+        if self.usable == self.context_length:
+            return f"{self.usable} tokens, the model's context"
+        return f"{self.usable} tokens (a capacity of {self.capacity}, less {self.reserve} for drafts)"
 
     def room_after(self, prompt_length: int) -> int:
         """How many tokens can be decoded after a prompt."""

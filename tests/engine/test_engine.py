@@ -305,7 +305,7 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone():
         (Work(()), "the prompt is empty"),
         (Work((11,)), "outside the vocabulary of 11"),
         (Work((-1,)), "outside the vocabulary"),
-        (Work((1,) * 124), "a prompt of 124 tokens leaves no room in slots of 124 tokens"),
+        (Work((1,) * 124), r"no room in slots of 124 tokens \(a capacity of 128, less 4 for drafts\)"),
         (Work((1, 2), 123), r"max_tokens must be in 1..122"),
         (Work((1, 2), 0), "max_tokens must be in"),
         (Work((1, 2), 5, stop_tokens=tuple(range(20))), "more than 16 stop tokens"),

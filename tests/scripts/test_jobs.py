@@ -46,6 +46,7 @@ def test_the_coupled_rule_changes_no_sampled_character(model, capsys):
         (["--top-p", 0], "top_p must be in"),
         (["--top-p", 1.5], "top_p must be in"),
         (["--max-tokens", 0], "max_tokens must be at least 1"),
+        (["--min-tokens", 200], "--min-tokens is 200, more than --max-tokens, 128"),
         (["--seed", -1], "seed must be"),
         (["--temprature", 1], "unknown option --temprature; did you mean --temperature?"),
         (["--draft", "lookup+"], "names no model"),
