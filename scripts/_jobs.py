@@ -173,7 +173,6 @@ def load_decoder(options: DecoderOptions) -> Decoder:
     # Here, so that --help needn't wait for them.
     from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
     from specjax.models.draft_file import DRAFTS, LoadedDraft, load_draft
-    from specjax.models.drafts import FeatureModel
     from specjax.models.load import LoadedModel, load_model
     from specjax.models.tokenizer import check_same_vocabulary
     from specjax.parallel.sharding import Layout
@@ -186,11 +185,8 @@ def load_decoder(options: DecoderOptions) -> Decoder:
         def spread(loaded: LoadedModel | LoadedDraft, layout: Layout | None) -> Any:
             if layout is None:
                 return loaded
-            model: Any = loaded.model
-            sharded, params = layout.lay(model, loaded.params)
-            # A head says nothing of arrays inside: it is traced as it is.
-            model = model if isinstance(model, FeatureModel) else sharded
-            return dataclasses.replace(loaded, model=model, params=params)
+            laid: tuple[Any, Any] = layout.lay(loaded.model, loaded.params)
+            return dataclasses.replace(loaded, model=laid[0], params=laid[1])
 
         whole = load_model(options.model, options.dtype)
         loaded: LoadedModel = spread(whole, placement and placement.target)

@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specjax.cache import KVCache
-from specjax.types import Array, Cache, DecodeState, Model, ModelOutput, Params
+from specjax.types import Array, Cache, DecodeState, Params
 
 __all__ = [
     "Layout",
@@ -86,7 +86,7 @@ class Layout:
         """Over how many devices a name is spread."""
         return math.prod(self.mesh.shape[axis] for axis in dict(self.table).get(name or "", ()))
 
-    def lay(self, model: Model, params: Params) -> tuple[ShardedModel, Params]:
+    def lay(self, model: Any, params: Params) -> tuple[ShardedModel, Params]:
         """The model as it is traced under this layout, and its weights where they lie."""
         return ShardedModel(model, self), put(params, self.param_shardings(model, params))
 
@@ -127,10 +127,11 @@ def is_spread(name: str) -> bool:
 class ShardedModel:
     """A model that is traced under a layout of its own; in all else the model it wraps.
 
-    It stands wherever a :class:`specjax.types.Model` may, so the step and the drafters need not know.
+    It stands wherever a :class:`specjax.types.Model` may, or, if it wraps one, a
+    :class:`specjax.drafters.features.FeatureModel`, so the step and the drafters need not know.
     """
 
-    model: Any  # a Model
+    model: Any
     layout: Layout
 
     @property
@@ -143,15 +144,25 @@ class ShardedModel:
         """The most positions that the model was made for."""
         return self.model.context_length
 
+    @property
+    def feature_width(self) -> int:
+        """F, of a feature model."""
+        return self.model.feature_width
+
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache, spread from the start: no device ever holds it whole."""
         cache = self.model.init_cache(batch, capacity)
         return jax.lax.with_sharding_constraint(cache, state_shardings(self.layout, cache))
 
-    def apply(self, params: Params, tokens: Array, cache: Cache, positions: Array) -> ModelOutput:
+    def apply(self, params: Params, *block: Any) -> Any:
         """The model's own, with :func:`shard` at work."""
         with self.layout.active():
-            return self.model.apply(params, tokens, cache, positions)
+            return self.model.apply(params, *block)
+
+    def score(self, params: Params, features: Array) -> Array:
+        """A feature model's own, likewise."""
+        with self.layout.active():
+            return self.model.score(params, features)
 
 
 @dataclasses.dataclass(frozen=True)
