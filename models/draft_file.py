@@ -84,13 +84,20 @@ def save_draft(
     beside.replace(path)
 
 
-def load_draft(spec: str, target: FunctionalModel, target_params: Params) -> LoadedDraft:
+def load_draft(
+    spec: str,
+    target: FunctionalModel,
+    target_params: Params,
+    vocabulary: np.ndarray | None = None,
+) -> LoadedDraft:
     """Loads a draft by name or from a ``.safetensors`` file, for a target.
 
     Args:
       spec: a name in :data:`DRAFTS`, or a path.
       target: its sizes and dtype become the draft's.
       target_params: whose embedding, and perhaps head, the draft shares.
+      vocabulary: [W] int32, rising: other tokens to score than it was made for. A draft with a head of its
+        own keeps those that it has.
 
     Raises:
       ModelFileError: the file is missing, damaged, no draft, or of another target.
@@ -111,6 +118,8 @@ def load_draft(spec: str, target: FunctionalModel, target_params: Params) -> Loa
                 path, f"was made for a target of {name} {getattr(cfg, name)}, not {getattr(ours, name)}"
             )
     cfg = dataclasses.replace(cfg, dtype=ours.dtype, scan_layers=False)
+    if vocabulary is not None and "head" not in tensors:
+        tensors["vocabulary"] = vocabulary
     vocabulary = tensors.get("vocabulary")
     if vocabulary is None or vocabulary.ndim != 1 or not 0 < len(vocabulary) <= cfg.vocab_size:
         raise ModelFileError(path, "lacks the list of tokens that it scores; make it anew")

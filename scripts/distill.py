@@ -63,7 +63,7 @@ class Config:
     passes: int = 2
     """Of --kind head: steps ahead that it is trained on, fed with its own guesses."""
     init: Path | None = None
-    """Start from this draft's weights instead."""
+    """Start from this draft's weights instead; its tokens stay only if it has a head of its own."""
     steps: int = 1000
     """Steps of the optimizer."""
     batch: int = 8
@@ -168,7 +168,7 @@ def make_draft(
         from specjax.models.draft_file import load_draft
 
         with _cli.blame_input(ValueError):
-            draft = load_draft(str(config.init), *target)
+            draft = load_draft(str(config.init), *target, vocabulary)
         if (draft.kind == "head") != (config.kind == "head"):
             _cli.fail(f"{config.init} is {'a' if draft.kind == 'head' else 'no'} head: give another --kind")
         model, params = draft.model, draft.params
@@ -209,13 +209,11 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     folders = list(score_shards(loaded.model, loaded.params, head, shards, capacity=config.capacity))
     kept = [s for s in read_shards(shards) if not is_held_out(s, config.held_out)]
     size = loaded.model.vocab_size
-    if config.init is None:
-        vocabulary = frequent_tokens(kept, min(config.scored, size), size)
-    else:  # the tokens that it knows stay
+    vocabulary = frequent_tokens(kept, min(config.scored, size), size)
+    if config.init is not None:  # one with a head of its own knows no other tokens
         with _cli.blame_input(ValueError):
-            vocabulary = np.asarray(
-                load_draft(str(config.init), loaded.model, loaded.params).params["vocabulary"]
-            )
+            older = load_draft(str(config.init), loaded.model, loaded.params, vocabulary)
+        vocabulary = np.asarray(older.params["vocabulary"])
     print(
         f"the draft's {len(vocabulary)} tokens cover {share_covered(kept, vocabulary):.2%} of the responses"
     )

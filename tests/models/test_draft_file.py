@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from specjax.distill.train import join_params
+from specjax.models.derive import output_rows
 from specjax.models.draft_file import load_draft, save_draft
 from specjax.models.errors import ModelFileError
 
@@ -46,6 +47,17 @@ def test_what_is_read_is_what_was_written(tmp_path, kind, with_head):
     assert draft.about == {"step": 7}
     # No second copy of the largest array.
     assert draft.params["embedding"] is target_params["embedding"]
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_only_a_draft_with_the_targets_head_takes_other_tokens(tmp_path, with_head):
+    saved(tmp_path / "draft.safetensors", with_head=with_head)
+    target, target_params = tiny_target.target()
+    other = np.arange(0, 48, 3, dtype=np.int32)
+    params = load_draft(str(tmp_path / "draft.safetensors"), target, target_params, other).params
+    np.testing.assert_array_equal(params["vocabulary"], VOCABULARY if with_head else other)
+    if not with_head:
+        np.testing.assert_array_equal(params["head"], output_rows(target_params)[other])
 
 
 def altered(path, change):
