@@ -146,20 +146,26 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
         _, total, mixed = jax.lax.fori_loop(0, num_blocks, read_block, start)
         return mixed / total
 
-    by_length = jnp.argsort(positions[:, -1])
+    def read_all(grouped: Array, positions: Array) -> Array:
+        return read_blocks(grouped, positions, newest)
 
-    def read_rows(i: Array, mixed: Array) -> Array:
-        some = jax.lax.dynamic_slice_in_dim(by_length, i * _ROWS, _ROWS)
-        own = positions[some]
-        return mixed.at[some].set(read_blocks(grouped[some], own, jnp.max(own), some))
+    def read_by_length(grouped: Array, positions: Array) -> Array:
+        order = jnp.argsort(positions[:, -1])
+
+        def read_some(i: Array, mixed: Array) -> Array:
+            some = jax.lax.dynamic_slice_in_dim(order, i * _ROWS, _ROWS)
+            own = positions[some]
+            return mixed.at[some].set(read_blocks(grouped[some], own, jnp.max(own), some))
+
+        return jax.lax.fori_loop(0, rows // _ROWS, read_some, jnp.zeros(grouped.shape, jnp.float32))
 
     if capacity % block or capacity <= max(block, 2 * tokens):  # a whole text, as in training: all at once
         keys, values = kv.read(cache, layer)
         mixed = mix(jax.nn.softmax(weigh(grouped, positions, keys, 0), axis=-1), values)
     elif is_stacked or rows % _ROWS or rows == _ROWS or is_spread("rows"):
-        mixed = read_blocks(grouped, positions, newest)
+        mixed = read_all(grouped, positions)
     else:
-        mixed = jax.lax.fori_loop(0, rows // _ROWS, read_rows, jnp.zeros(grouped.shape, jnp.float32))
+        mixed = jax.lax.platform_dependent(grouped, positions, cpu=read_by_length, default=read_all)
     mixed = mixed[..., :head_dim].reshape(rows, kv_heads, groups, tokens, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, tokens, heads * head_dim).astype(queries.dtype)
 

@@ -82,8 +82,9 @@ class FeatureDrafter:
     def init(self, batch: int, capacity: int) -> FeatureDraftState:
         """Nothing read."""
         features = jnp.zeros((batch, capacity, self.model.feature_width))
-        none = jnp.zeros(batch, jnp.int32)
-        return FeatureDraftState(self.model.init_cache(batch, capacity), features, none, none)
+        # Two arrays, so that both can be donated.
+        seen, known = (jnp.zeros(batch, jnp.int32) for _ in range(2))
+        return FeatureDraftState(self.model.init_cache(batch, capacity), features, seen, known)
 
     def read(
         self,

@@ -25,6 +25,8 @@ FORGET = 2000
 """Steps of rows after which what was seen of the job counts half."""
 SMOOTH = 0.2
 """Weight of the newest measurement of a step's time."""
+LEAST_MORE = 1.02
+"""What a step costs at least beside a narrower one."""
 PROBE_SHARE = 0.004
 """Of the time, what may be lost by looking at the second-best choice again."""
 LEAST_LOSS = 0.25
@@ -39,6 +41,8 @@ class Chooser:
     so a lookup that seldom matches is worth little. With s(K) the measured seconds of a step,
 
         K = argmax_k  sum_rows (1 + sum_{i <= k} P(accepted >= i)) / s(k).
+
+    A wider step is always taken to cost a little more than a narrower one, whatever the clock said.
 
     Args:
       widths: the K that there is a program for, 0 among them, in rising order.
@@ -115,9 +119,13 @@ class Chooser:
         gains = np.cumsum(self.chances(live), axis=1).sum(axis=0)
         count = int(live.sum())
         return {
-            width: (count + (gains[width - 1] if width else 0.0)) / self.seconds[width]
-            for width in self.widths
+            width: (count + (gains[width - 1] if width else 0.0)) / self._cost(width) for width in self.widths
         }
+
+    def _cost(self, width: int) -> float:
+        """The seconds of a step, more than those of a narrower one."""
+        narrower = [self.seconds[other] for other in self.widths if other < width]
+        return max(self.seconds[width], *(LEAST_MORE * seconds for seconds in narrower), 0.0)
 
     def choose(self, live: np.ndarray) -> int:
         """K for the next run over the live rows, [B] bool; now and then the second-best, to look again."""
@@ -127,8 +135,8 @@ class Chooser:
         if not others:
             return best
         # The tokens that the best one would have made meanwhile, in its seconds.
-        loss = self.seconds[others[0]] * (1 - rates[others[0]] / rates[best])
-        loss = MIN_STEPS * max(loss, LEAST_LOSS / MIN_STEPS * self.seconds[best])
+        loss = self._cost(others[0]) * (1 - rates[others[0]] / rates[best])
+        loss = MIN_STEPS * max(loss, LEAST_LOSS / MIN_STEPS * self._cost(best))
         if self._lost + loss > PROBE_SHARE * self._spent:
             return best
         self._lost += loss

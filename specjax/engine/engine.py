@@ -37,8 +37,10 @@ MAX_STEPS = 32
 """Steps between two visits at most, so that the host is seen; at least MIN_STEPS, so that it is seldom
 waited for."""
 READS = 16
-"""Chunks that the lane reads at most in one visit while rows are being decoded: a long prompt doesn't stall
-them for long."""
+"""Chunks that the lane reads at most in one visit while rows are being decoded, or wait to be: long prompts
+don't stall them for long."""
+TIMINGS = 2
+"""Runs of each K, besides the one that compiles it, that say what a step of it takes; the least counts."""
 LOOKAHEAD = 64
 """Pieces of work taken from the source ahead of need."""
 
@@ -84,7 +86,8 @@ class Engine:
       adaptive: chooses K while running; otherwise it is always the widest.
       detokenizer: makes what turns ids into text, block by block; needed for stop strings.
       max_logprobs: the most alternatives that work may ask for; None has no log-probabilities at all.
-      prefill_rows: P, prompts read at once; None: 4 for each device along ``data``, no more than slots.
+      prefill_rows: P, prompts held while they are read; None: 4 for each device along ``data``, no more than
+        slots.
       chunk: tokens of a prompt read at once, a quarter where no more are left; None: 64 on a CPU, where more
         make no product faster, else 512.
       placement: how all lies on a mesh; :meth:`specjax.parallel.sharding.Layout.lay` has laid the models.
@@ -114,8 +117,9 @@ class Engine:
         widths = [drafter.num_draft_tokens for drafter in drafters]
         if widths != sorted(set(widths)):
             raise ValueError(f"drafters must have rising numbers of draft tokens, not {widths}")
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, not {slots}")
+        for name, count in dict(slots=slots, prefill_rows=prefill_rows, chunk=chunk).items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, not {count}")
         reserve = max(widths, default=0) + 1
         if capacity < reserve + 2:
             raise ValueError(f"a capacity of {capacity} positions is less than one token and a draft need")
@@ -183,7 +187,7 @@ class Engine:
     def warm_up(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> None:
         """Compiles all programs and times a step of each K; ``progress(name, done, total)`` says how far."""
         names = ["prefill", "admission", *(f"steps with K = {width}" for width in self._drafters)]
-        names += ["log-probabilities"] * (self._scorer is not None)
+        names += ["log-probabilities"] * (self._scorer is not None) + ["a step's time"]
         for done, name in enumerate(names):
             progress(name, done, len(names))
             if name == "prefill":
@@ -192,6 +196,9 @@ class Engine:
                 self._admit(0, *self._trial())
             elif name == "log-probabilities" and self._scorer is not None:
                 self._scorer((1,), [1], 0)
+            elif name == "a step's time":
+                for width in [*self._drafters] * TIMINGS:  # by turns: what disturbs one disturbs all
+                    self._time_step(width)
             else:
                 self._time_step(list(self._drafters)[done - 2])
         progress("ready", len(names), len(names))
@@ -281,12 +288,13 @@ class Engine:
             if free and (taken := self._lane.take()):
                 self._busy()
                 self._admit(free.popleft(), *taken)
+                reads = READS if reads is None else reads
                 continue
             # The next one is ready for when a slot is free, or nothing is to be read.
             if self._lane.is_ready or reads == 0 or not self._lane.read():
                 break
             self._busy()
-            reads = None if reads is None and free else (READS if reads is None else reads) - 1
+            reads = None if reads is None else reads - 1
         self.stats.live = sum(row is not None for row in self._running)
         self.stats.waiting = self._num_waiting
 
@@ -371,14 +379,13 @@ class Engine:
         return self._lane.caches[0], 0, Work((1,), ignore_eos=True)
 
     def _time_step(self, width: int) -> None:
-        """Runs some steps of a new row in all slots three times, the first one to compile."""
-        for _ in range(3):
-            for slot in range(self.num_slots):  # those of the last run may have ended
-                self._admit(slot, *self._trial())
-            jax.block_until_ready(self._slots)
-            started = time.perf_counter()
-            steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)
-            self._chooser.warm(width, tell((time.perf_counter() - started) / max(steps, 1)))
+        """Runs some steps of a new row in all slots; compiles what isn't compiled yet."""
+        for slot in range(self.num_slots):  # those of the last run may have ended
+            self._admit(slot, *self._trial())
+        jax.block_until_ready(self._slots)
+        started = time.perf_counter()
+        steps = int(self._run(width, MIN_STEPS, self.num_slots).num_steps)
+        self._chooser.warm(width, tell((time.perf_counter() - started) / max(steps, 1)))
 
     def _busy(self) -> None:
         """The device is about to be given something."""

@@ -65,6 +65,7 @@ class Lane:
         self.caches = [programs.empty_caches(self._together) for _ in range(rows // self._together)]
         self._rows = [_Row() for _ in range(rows)]
         self._numbers = itertools.count()
+        self._last = -1  # the group that was read last
         self._has_state = bool(jax.tree.leaves(self.caches[0][1]))
         self.tokens_read = 0
 
@@ -72,6 +73,7 @@ class Lane:
         """Compiles what reads, and waits for it."""
         for chunk in self._chunks:
             self.caches[0] = self._programs.read(self.caches[0], *self._filler(chunk))
+        self._rows[: self._together] = [_Row() for _ in range(self._together)]  # what they had is gone
         jax.block_until_ready(self.caches)
 
     @property
@@ -102,13 +104,15 @@ class Lane:
         shared = [_common(row.tokens[: row.position], work.prompt[:-1]) for row in free]
         best = max(range(len(free)), key=shared.__getitem__)
         row = free[best]
-        row.is_settled = row.is_settled and (row.position == shared[best] or not self._has_state)
+        row.is_settled = not self._has_state or (row.is_settled and row.tokens == work.prompt)
         row.tokens, row.position = work.prompt, shared[best]
         row.waiting.append((next(self._numbers), work))
         return True
 
     def read(self) -> bool:
-        """Reads a chunk of the prompt that has waited longest, on the device, and returns at once.
+        """Reads a chunk of one prompt, by turns, on the device, and returns at once.
+
+        By turns, so that a long prompt doesn't hold up the short ones behind it, nor they it.
 
         Returns:
           False if nothing is to be read.
@@ -116,21 +120,23 @@ class Lane:
         unread = [i for i, row in enumerate(self._rows) if row.waiting and not row.is_ready]
         if not unread:
             return False
-        group = min(unread, key=lambda i: self._rows[i].waiting[0][0]) // self._together
+        groups = [i // self._together for i in unread]
+        self._last = group = next((group for group in groups if group > self._last), groups[0])
         rows = self._rows[group * self._together :][: self._together]
         most = max(row.num_missing for row in rows if row.waiting)
         chunk = next((chunk for chunk in self._chunks if chunk >= most), self._chunks[-1])
         tokens, positions, length = self._filler(chunk)
         for i, row in enumerate(rows):
-            # A row with nothing to read is given filler, which lands past what it has read.
             positions[i] += row.position
-            length[i] = max(len(row.tokens), 1)
             if row.waiting and not row.is_ready:
+                length[i] = len(row.tokens)
                 block = row.tokens[row.position : row.position + chunk]
                 tokens[i, : len(block)] = block
                 row.position += len(block)
                 self.tokens_read += len(block)
-            row.is_settled = True
+                row.is_settled = True
+            else:  # filler, which lands past what it has read, and tells the drafter nothing new
+                length[i] = max(min(row.position + 1, len(row.tokens)), 1)
         self.caches[group] = self._programs.read(self.caches[group], tokens, positions, length)
         return True
 

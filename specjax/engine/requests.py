@@ -166,8 +166,6 @@ def _parse_body(custom_id: str, body: dict[str, Any], *, chat: bool) -> Request:
     for name in ("top_p", "repetition_penalty"):
         if sampling[name] == 0:
             raise RequestError(f"{name} must be above 0")
-    if max_tokens is not None and sampling["min_tokens"] > max_tokens:
-        raise RequestError(f"min_tokens is {sampling['min_tokens']}, more than max_tokens, {max_tokens}")
     request = Request(
         custom_id,
         model,

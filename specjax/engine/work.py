@@ -100,6 +100,9 @@ class Limits:
                 f"max_tokens must be in 1..{room} after a prompt of {length} tokens, in slots of "
                 f"{self._size}, not {work.max_tokens}"
             )
+        least = work.sampling.get("min_tokens", 0)
+        if least > (room if work.max_tokens is None else work.max_tokens):
+            raise ValueError(f"min_tokens is {least}, more than the {work.max_tokens or room} there may be")
         if len(self.stop_ids(work)) > MAX_STOPS:
             raise ValueError(f"more than {MAX_STOPS} stop tokens, the model's own included")
         if max(work.sampling.get("logit_bias", ()), default=0) >= self.vocab_size:
@@ -123,7 +126,7 @@ class Limits:
         """The same, and what could be changed about it."""
         if self.usable == self.context_length:
             return f"{self.usable} tokens, the model's context"
-        return f"{self.usable} tokens (a capacity of {self.capacity}, less {self.reserve} for drafts)"
+        return f"{self.usable} tokens (a capacity of {self.capacity}, less {self.reserve} for a step)"
 
     def room_after(self, prompt_length: int) -> int:
         """How many tokens can be decoded after a prompt."""

@@ -114,6 +114,12 @@ def test_one_time_far_out_ends_no_choice():
     assert play(made, 1, 0.9, np.random.default_rng(6)) == [3]
 
 
+def test_a_clock_that_calls_a_wider_step_cheaper_is_not_believed():
+    # The narrow one's time was taken while something else ran.
+    chosen = play(chooser((1.5, 1.1, 1.2)), 400, 0.0, np.random.default_rng(7))
+    assert chosen.count(0) > 0.85 * len(chosen)
+
+
 @pytest.mark.parametrize("widths", [[1, 3], [0, 3, 1], [0, 1, 1]])
 def test_widths_that_do_not_rise_from_nothing_are_refused(widths):
     with pytest.raises(ValueError, match="widths must rise from 0"):

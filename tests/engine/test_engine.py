@@ -9,8 +9,10 @@ import jax
 import numpy as np
 import pytest
 import tables
+import tiny_target
 
-from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
+from specjax.distill.train import join_params
+from specjax.drafters import EitherDrafter, FeatureDrafter, LookupDrafter, ModelDrafter, SilentDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.work import Work
 from specjax.generate import generate
@@ -32,7 +34,8 @@ def mixed_work(count: int, seed: int = 0) -> list[Work]:
         options |= [{}, {"top_k": 3}, {"presence_penalty": 0.5}, {"logit_bias": {2: 3.0}}, {"min_tokens": 5}][
             i % 5
         ]
-        work.append(Work(prompt, int(rng.integers(1, 60)), options, (3,) if i % 3 == 0 else (), tag=i))
+        count = max(int(rng.integers(1, 60)), options.get("min_tokens", 0))
+        work.append(Work(prompt, count, options, (3,) if i % 3 == 0 else (), tag=i))
     return work
 
 
@@ -82,6 +85,45 @@ def test_every_row_is_what_it_is_alone(expected, kind, slots):
         kept = sum(source == Source.ACCEPTED for source in result.sources)
         assert kept == result.num_accepted_tokens
         assert len(result.tokens) - kept <= result.num_steps  # each step has one token of its own
+
+
+def test_a_head_drafts_too():
+    target, params = tiny_target.target()
+    vocabulary = np.arange(0, 48, 2, dtype=np.int32)
+    _, trained, frozen, head = tiny_target.draft("head", vocabulary)
+    drafters = [FeatureDrafter(head, count, 48) for count in (1, 2)]
+    work = [Work((*range(n),), 12, {"temperature": n % 2, "seed": n}, tag=n) for n in (1, 5, 30, 70)]
+    params_of = join_params(trained, {name: x for name, x in frozen.items() if name != "target_head"})
+    plain, fast = (
+        Engine(target, params, drafters=some, draft_params=params_of, slots=2, capacity=128)
+        for some in ([], drafters)
+    )
+    expected = {result.work.tag: result.tokens for result in plain.run(work)}
+    widths = itertools.cycle([2, 0, 1])
+    fast._chooser.choose = lambda live: next(widths)
+    results = list(fast.run(work))
+    assert {result.work.tag: result.tokens for result in results} == expected
+    assert sum(result.num_draft_tokens for result in results) > 0
+
+
+def test_an_engine_that_is_warmed_up_again_has_forgotten_the_prompts():
+    first = Work(tuple(np.random.default_rng(1).integers(0, 11, 60).tolist()), 8)
+    second = Work((*first.prompt[:50], 1, 2, 3), 8)
+    decoder = engine("lookup", slots=1, prefill_rows=1)
+    for work in (first, second):
+        decoder.warm_up()
+        assert [result.tokens for result in decoder.run([work])] == [alone(work).tokens]
+
+
+@pytest.mark.parametrize("first", ["short", "long"])
+def test_rows_decode_while_a_long_prompt_is_read(first):
+    decoder = engine("lookup", slots=2, chunk=1)
+    prompt = tuple(np.random.default_rng(2).integers(0, 11, 100).tolist())
+    work = [Work((1, 2), 60, ignore_eos=True, tag="short"), Work(prompt, 4, tag="long")]
+    results = decoder.run(work if first == "short" else work[::-1], partial=True)
+    assert next(results).work.tag == "short"
+    assert decoder._lane.tokens_read < 60
+    assert {result.work.tag for result in results} == {"short", "long"}
 
 
 def test_the_order_changes_nothing(expected):
@@ -305,9 +347,10 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone():
         (Work(()), "the prompt is empty"),
         (Work((11,)), "outside the vocabulary of 11"),
         (Work((-1,)), "outside the vocabulary"),
-        (Work((1,) * 124), r"no room in slots of 124 tokens \(a capacity of 128, less 4 for drafts\)"),
+        (Work((1,) * 124), r"no room in slots of 124 tokens \(a capacity of 128, less 4 for a step\)"),
         (Work((1, 2), 123), r"max_tokens must be in 1..122"),
         (Work((1, 2), 0), "max_tokens must be in"),
+        (Work((1, 2), 8, {"min_tokens": 9}), "min_tokens is 9, more than the 8 there may be"),
         (Work((1, 2), 5, stop_tokens=tuple(range(20))), "more than 16 stop tokens"),
         (Work((1, 2), 5, {"logit_bias": {11: 1.0}}), "logit_bias has a token outside"),
         (Work((1, 2), 5, {"logit_bias": dict.fromkeys(range(600), 1.0)}), "logit_bias has"),

@@ -36,11 +36,12 @@ def read_in(lane: Lane, prompt: tuple[int, ...]) -> int:
 
 
 def test_the_drafter_knows_where_a_prompt_ends_that_needs_no_reading():
-    # Each begins the one before it, so the target has nothing to read; one of one token never has.
+    # Each begins the one before it, so the target has nothing to read; one of one token never has. The last
+    # goes on by the one token that a step feeds.
     programs = Programs(tables.HistoryModel(11), PARAMS, Told(2), None, capacity=64, placement=None)
     lane = Lane(programs, rows=1, chunks=(1, 4))
     prompt = tuple(i % 11 for i in range(30))
-    for length in (30, 20, 19, 2, 1):
+    for length in (30, 20, 19, 2, 1, 10, 11):
         known = read_in(lane, prompt[:length])
         assert length - 1 <= known <= length
 
@@ -67,8 +68,8 @@ def test_a_lone_prompt_costs_no_more_than_its_tokens():
     for length in (141, 10):
         assert lane.load(Work(tuple(range(length)), tag=length))
     assert [lane.read() for _ in range(5)] == [True] * 4 + [False]
-    # The one that came first is read first, with as few tokens as its end needs.
-    assert programs.shapes == [(1, 64), (1, 64), (1, 16), (1, 16)]
+    # By turns, and with as few tokens as an end needs.
+    assert programs.shapes == [(1, 64), (1, 16), (1, 64), (1, 16)]
     assert [lane.take()[2].tag for _ in range(2)] == [141, 10]
 
 
