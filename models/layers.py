@@ -21,8 +21,9 @@ __all__ = ["Attention", "Block", "Linear", "Mlp", "RMSNorm", "attend", "rotary_a
 _BLOCK, _WIDE_BLOCK = 128, 512
 """Slots of the cache that attention reads at once, where it need not read all. A CPU gains from few; for an
 accelerator, whose caches are stacked, a turn of a loop is dear."""
-_ROWS = 4
-"""Rows of like length that a CPU takes at once there, to read no further than the longest of them."""
+_GROUPS, _ROWS = 4, 4
+"""Rows of like length go together there on a CPU, to read no further than the longest of them: in so many
+groups, of so many rows at least."""
 
 
 class RMSNorm(nnx.Module):
@@ -95,7 +96,7 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
 
     A few tokens read a long cache block by block, with a running softmax (Milakov and Gimelshein, 2018),
     and no further than the longest row has come: what a step reads grows with the text, not the capacity.
-    On a CPU a few rows of like length go together, so that a long one doesn't make all others read as far;
+    On a CPU rows of like length go together, so that a long one doesn't make all others read as far;
     where rows are spread over devices they stay where they lie.
 
     Args:
@@ -113,6 +114,7 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
     is_stacked = not isinstance(cache.keys, tuple)
     block = _WIDE_BLOCK if is_stacked else _BLOCK
     groups = heads // kv_heads
+    together = max(_ROWS, rows // _GROUPS)
     # The queries that read one key-value head form one matrix, and the cache is used as it lies.
     grouped = queries.reshape(rows, tokens, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(rows, kv_heads, groups * tokens, head_dim)
@@ -153,16 +155,16 @@ def attend(queries: Array, cache: kv.KVCache, layer: int | Array, positions: Arr
         order = jnp.argsort(positions[:, -1])
 
         def read_some(i: Array, mixed: Array) -> Array:
-            some = jax.lax.dynamic_slice_in_dim(order, i * _ROWS, _ROWS)
+            some = jax.lax.dynamic_slice_in_dim(order, i * together, together)
             own = positions[some]
             return mixed.at[some].set(read_blocks(grouped[some], own, jnp.max(own), some))
 
-        return jax.lax.fori_loop(0, rows // _ROWS, read_some, jnp.zeros(grouped.shape, jnp.float32))
+        return jax.lax.fori_loop(0, rows // together, read_some, jnp.zeros(grouped.shape, jnp.float32))
 
     if capacity % block or capacity <= max(block, 2 * tokens):  # a whole text, as in training: all at once
         keys, values = kv.read(cache, layer)
         mixed = mix(jax.nn.softmax(weigh(grouped, positions, keys, 0), axis=-1), values)
-    elif is_stacked or rows % _ROWS or rows == _ROWS or is_spread("rows"):
+    elif is_stacked or rows % together or rows == together or is_spread("rows"):
         mixed = read_all(grouped, positions)
     else:
         mixed = jax.lax.platform_dependent(grouped, positions, cpu=read_by_length, default=read_all)
