@@ -9,10 +9,8 @@ import jax
 import numpy as np
 import pytest
 import tables
-import tiny_target
 
-from specjax.distill.train import join_params
-from specjax.drafters import EitherDrafter, FeatureDrafter, LookupDrafter, ModelDrafter, SilentDrafter
+from specjax.drafters import EitherDrafter, LookupDrafter, ModelDrafter, SilentDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.work import Work
 from specjax.generate import generate
@@ -85,34 +83,6 @@ def test_every_row_is_what_it_is_alone(expected, kind, slots):
         kept = sum(source == Source.ACCEPTED for source in result.sources)
         assert kept == result.num_accepted_tokens
         assert len(result.tokens) - kept <= result.num_steps  # each step has one token of its own
-
-
-def test_a_head_drafts_too():
-    target, params = tiny_target.target()
-    vocabulary = np.arange(0, 48, 2, dtype=np.int32)
-    _, trained, frozen, head = tiny_target.draft("head", vocabulary)
-    drafters = [FeatureDrafter(head, count, 48) for count in (1, 2)]
-    work = [Work((*range(n),), 12, {"temperature": n % 2, "seed": n}, tag=n) for n in (1, 5, 30, 70)]
-    params_of = join_params(trained, {name: x for name, x in frozen.items() if name != "target_head"})
-    plain, fast = (
-        Engine(target, params, drafters=some, draft_params=params_of, slots=2, capacity=128)
-        for some in ([], drafters)
-    )
-    expected = {result.work.tag: result.tokens for result in plain.run(work)}
-    widths = itertools.cycle([2, 0, 1])
-    fast._chooser.choose = lambda live: next(widths)
-    results = list(fast.run(work))
-    assert {result.work.tag: result.tokens for result in results} == expected
-    assert sum(result.num_draft_tokens for result in results) > 0
-
-
-def test_an_engine_that_is_warmed_up_again_has_forgotten_the_prompts():
-    first = Work(tuple(np.random.default_rng(1).integers(0, 11, 60).tolist()), 8)
-    second = Work((*first.prompt[:50], 1, 2, 3), 8)
-    decoder = engine("lookup", slots=1, prefill_rows=1)
-    for work in (first, second):
-        decoder.warm_up()
-        assert [result.tokens for result in decoder.run([work])] == [alone(work).tokens]
 
 
 @pytest.mark.parametrize("first", ["short", "long"])

@@ -83,3 +83,15 @@ def test_rows_of_several_devices_are_read_together():
     assert programs.shapes == [(2, 64), (2, 64)]
     where = [(caches.shape, row) for (caches, _), row, _ in (lane.take() for _ in range(3))]
     assert where == [((2,), 0), ((2,), 1), ((2,), 0)]
+
+
+def test_what_was_read_before_a_warm_up_is_forgotten():
+    lane = Lane(Noted(), rows=1, chunks=(4,))
+    prompt = tuple(range(9))
+    for again in (False, True):
+        assert lane.load(Work((*prompt, again)))
+        assert lane.read() is True
+        while lane.read():
+            pass
+        lane.take()
+        lane.warm_up()
