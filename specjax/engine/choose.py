@@ -125,7 +125,7 @@ class Chooser:
     def _cost(self, width: int) -> float:
         """The seconds of a step, more than those of a narrower one."""
         narrower = [self.seconds[other] for other in self.widths if other < width]
-        return max(self.seconds[width], *(LEAST_MORE * seconds for seconds in narrower), 0.0)
+        return max([self.seconds[width], *(LEAST_MORE * seconds for seconds in narrower)])
 
     def choose(self, live: np.ndarray) -> int:
         """K for the next run over the live rows, [B] bool; now and then the second-best, to look again."""
