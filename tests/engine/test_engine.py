@@ -96,6 +96,12 @@ def test_rows_decode_while_a_long_prompt_is_read(first):
     assert {result.work.tag for result in results} == {"short", "long"}
 
 
+def test_a_free_slot_is_as_short_as_can_be():
+    decoder = engine("none", slots=2)
+    list(decoder.run([Work((1,) * 50, 4, ignore_eos=True), Work((1, 2), 60, ignore_eos=True)]))
+    assert sorted(decoder._slots.state.context.length.tolist()) == [1, 62]
+
+
 def test_the_order_changes_nothing(expected):
     work = mixed_work(60)
     for order in (work[::-1], work[1::2] + work[::2]):
