@@ -1,8 +1,9 @@
 """The prefill lane: a few rows in which prompts are read, chunk by chunk, while the slots decode.
 
 A row of the lane is moved to a slot once its prompt is read, and what it read stays where it was: the next
-prompt that begins alike, with the same system prompt for instance, is read from where it parts. Work with
-the very same prompt (the n choices of a request) shares one row.
+prompt that begins alike, with the same system prompt for instance, is read from where it parts. One that
+begins as a prompt that is still being read waits for it. Work with the very same prompt (the n choices of a
+request) shares one row.
 """
 
 from __future__ import annotations
@@ -93,7 +94,11 @@ class Lane:
         return bool(waiting) and min(waiting, key=lambda row: row.waiting[0][0]).is_ready
 
     def load(self, work: Work) -> bool:
-        """Takes work to the row with its prompt, or the free one that begins most alike; False if full."""
+        """Takes work to the row with its prompt, or the free one that begins most alike.
+
+        Returns:
+          False if there is none, or if a row that is not free yet will save a whole chunk of reading.
+        """
         for row in self._rows:
             if row.waiting and row.tokens == work.prompt:
                 row.waiting.append((next(self._numbers), work))
@@ -103,6 +108,9 @@ class Lane:
             return False
         shared = [_common(row.tokens[: row.position], work.prompt[:-1]) for row in free]
         best = max(range(len(free)), key=shared.__getitem__)
+        to_come = [_common(row.tokens, work.prompt[:-1]) for row in self._rows if row.waiting]
+        if max(to_come, default=0) >= shared[best] + self._chunks[-1]:
+            return False
         row = free[best]
         row.is_settled = not self._has_state or (row.is_settled and row.tokens == work.prompt)
         row.tokens, row.position = work.prompt, shared[best]

@@ -72,6 +72,24 @@ def test_a_lone_prompt_costs_no_more_than_its_tokens():
     assert [lane.take()[2].tag for _ in range(2)] == [141, 10]
 
 
+def test_prompts_that_begin_alike_read_that_once():
+    programs = Noted()
+    lane = Lane(programs, rows=4, chunks=(16, 64))
+    document = tuple(range(200))
+    questions = [Work((*document, 1000 + i, 0), tag=i) for i in range(3)]
+    other = Work((*document[:60], 2000, 0), tag="other")  # what it would save is less than a chunk
+    assert [lane.load(work) for work in (questions[0], questions[1], other)] == [True, False, True]
+    taken = []
+    for work in (*questions[1:], None):
+        while lane.read():
+            pass
+        while found := lane.take():
+            taken.append(found[2].tag)
+        assert work is None or lane.load(work)
+    assert taken == [0, "other", 1, 2]
+    assert lane.tokens_read == 202 + 62 + 2 * 2
+
+
 def test_rows_of_several_devices_are_read_together():
     programs = Noted(ways=2)
     lane = Lane(programs, rows=4, chunks=(16, 64))
