@@ -153,7 +153,7 @@ def read(
       cache: of S slots.
       layer: which layer; a traced index only where the cache is stacked.
       slots: the first one, at most S - count, and how many; None reads all.
-      rows: [n] int32, those to read, of a cache that isn't stacked; None reads all.
+      rows: [n] int32, those of whom to read ``slots``, in a cache that isn't stacked; None reads all.
     """
 
     def get(buffer: Array | tuple[Array, ...]) -> Array:
@@ -161,7 +161,7 @@ def read(
             assert isinstance(layer, int), "unrolled layers are counted in Python"
             own = buffer[layer]
             if slots is None:
-                return own if rows is None else own[rows]
+                return own
             first, count = slots
             if rows is None:
                 return jax.lax.dynamic_slice_in_dim(own, first, count, axis=2)

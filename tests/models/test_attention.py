@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax import cache as kv
-from specjax.models.layers import attend
+from specjax.models.attend import attend
 
 B, KV, H, DH, T, L = 8, 2, 4, 8, 2, 2
 S = 2048
