@@ -130,7 +130,8 @@ def run(main: Main, argv: Sequence[str] | None = None, *, command: str | None = 
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        print(f"{command}: error: the output can't be written: {error.strerror}", file=sys.stderr)
+        name = error.filename or "the output"
+        print(f"{command}: error: {name} can't be written: {error.strerror}", file=sys.stderr)
         _silence_stdout()
         return 1
 

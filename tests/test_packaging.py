@@ -1,6 +1,7 @@
 """The wheel, the ``specjax`` command, and how it speaks to somebody who mistypes."""
 
 import dataclasses
+import errno
 import os
 import shutil
 import subprocess
@@ -177,6 +178,17 @@ def test_bad_input_ctrl_c_and_bugs_are_told_apart(capsys, tmp_path):
     assert capsys.readouterr().err == "\nspecjax try: interrupted\n"
     with pytest.raises(ValueError, match="a bug"):
         _cli.run(buggy, command="specjax try")
+
+
+@pytest.mark.parametrize("name", [None, "run.jsonl"])
+def test_a_full_disk_is_said_to_be_where_it_is(name, capsys, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    monkeypatch.setattr(_cli, "_silence_stdout", lambda: None)
+    assert _cli.run(full, command="specjax try") == 1
+    said = f"specjax try: error: {name or 'the output'} can't be written: No space left on device\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_reader_who_goes_away_is_no_error():

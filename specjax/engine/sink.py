@@ -42,7 +42,7 @@ class Sink:
         Raises:
           OSError: it can't be opened.
         """
-        self._gzip = path.suffix == ".gz"
+        self._path, self._gzip = path, path.suffix == ".gz"
         self._fd: int | None = None  # None is standard output
         self._regular = False  # whether it is a file on a disk, which can be cut and synced
         self._end = 0
@@ -70,9 +70,10 @@ class Sink:
             sys.stdout.buffer.flush()
             return
         try:
-            view = memoryview(data)
-            while view:  # a disk that fills up takes a part first, and fails at the next
-                view = view[os.write(self._fd, view) :]
+            with _naming(self._path):
+                view = memoryview(data)
+                while view:  # a disk that fills up takes a part first, and fails at the next
+                    view = view[os.write(self._fd, view) :]
         except BaseException:
             if self._regular:
                 with contextlib.suppress(OSError):
@@ -85,7 +86,8 @@ class Sink:
     def sync(self) -> None:
         """Waits until the disk has all of it."""
         if self._fd is not None and self._regular:
-            os.fsync(self._fd)
+            with _naming(self._path):
+                os.fsync(self._fd)
         self._synced = time.monotonic()
 
     def close(self) -> None:
@@ -212,7 +214,7 @@ def replace_file(path: Path, text: str) -> None:
     """Puts a text in a file's place: whoever reads it finds the old one or the new one, whole."""
     new = path.with_name(path.name + ".new")
     try:
-        with new.open("w", encoding="utf-8") as file:
+        with _naming(path), new.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -225,6 +227,16 @@ def replace_file(path: Path, text: str) -> None:
         os.fsync(folder)  # the disk knows the file by its name, too
     finally:
         os.close(folder)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """What the system says of a full disk doesn't name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _is_same(mine: Path, its: Path) -> bool:

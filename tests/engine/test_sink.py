@@ -125,8 +125,9 @@ def test_what_a_full_disk_took_of_a_line_is_cut_off(tmp_path, monkeypatch, name,
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
-            with pytest.raises(OSError, match=os.strerror(code)):
+            with pytest.raises(OSError, match=os.strerror(code)) as caught:
                 sink.write("a longer line, of which a part gets through")
+        assert caught.value.filename == str(path)
         assert len(calls) == 2
         assert content(path) == ["one\n"]
         sink.write("two")  # there is room again
@@ -238,8 +239,9 @@ def test_a_file_is_replaced_whole_or_not(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(OSError, match="No space") as caught:
             replace_file(path, "two")
+    assert caught.value.filename == str(path)
     assert path.read_text() == "one"
     assert list(tmp_path.iterdir()) == [path]
     with path.open() as reader:
