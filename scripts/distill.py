@@ -153,8 +153,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def load_older(config: Config, loaded: Any, vocabulary: Any) -> Any:
+    """The draft of ``--init``, for these tokens unless it has a head of its own; None without one."""
+    from specjax.models.draft_file import load_draft
+
+    if config.init is None:
+        return None
+    with _cli.blame_input(ValueError):
+        older = load_draft(str(config.init), loaded.model, loaded.params, vocabulary)
+    if (older.kind == "head") != (config.kind == "head"):
+        _cli.fail(f"{config.init} is {'a' if older.kind == 'head' else 'no'} head: give another --kind")
+    return older
+
+
 def make_draft(
-    config: Config, loaded: Any, vocabulary: Any, source: Any
+    config: Config, loaded: Any, older: Any, vocabulary: Any, source: Any
 ) -> tuple[Any, Any, Any, frozenset[str]]:
     """The draft's model, its params, what trains it, and the names that stay as they are."""
     from specjax.models.derive import cut_layers, feature_head, small_model
@@ -164,14 +177,8 @@ def make_draft(
     frozen = {"embedding", "vocabulary"} if config.train_head else {"embedding", "vocabulary", "head"}
     student = partial(HeadStudent, passes=config.passes) if config.kind == "head" else ModelStudent
     model: Any
-    if config.init is not None:
-        from specjax.models.draft_file import load_draft
-
-        with _cli.blame_input(ValueError):
-            draft = load_draft(str(config.init), *target, vocabulary)
-        if (draft.kind == "head") != (config.kind == "head"):
-            _cli.fail(f"{config.init} is {'a' if draft.kind == 'head' else 'no'} head: give another --kind")
-        model, params = draft.model, draft.params
+    if older is not None:
+        model, params = older.model, older.params
     elif config.kind == "head":
         model, params = feature_head(*target, config.num_layers or 1, vocabulary, config.seed)
     elif config.kind == "layers":
@@ -210,9 +217,8 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     kept = [s for s in read_shards(shards) if not is_held_out(s, config.held_out)]
     size = loaded.model.vocab_size
     vocabulary = frequent_tokens(kept, min(config.scored, size), size)
-    if config.init is not None:  # one with a head of its own knows no other tokens
-        with _cli.blame_input(ValueError):
-            older = load_draft(str(config.init), loaded.model, loaded.params, vocabulary)
+    older = load_older(config, loaded, vocabulary)
+    if older is not None:
         vocabulary = np.asarray(older.params["vocabulary"])
     print(
         f"the draft's {len(vocabulary)} tokens cover {share_covered(kept, vocabulary):.2%} of the responses"
@@ -233,7 +239,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
     }
     print(", ".join(f"{len(source)} sequences {which}" for which, source in sources.items()))
 
-    model, params, student, names = make_draft(config, loaded, vocabulary, sources["train"])
+    model, params, student, names = make_draft(config, loaded, older, vocabulary, sources["train"])
     trained, frozen = split_params(params, names)
     frozen = {**frozen, "target_head": head[vocabulary]}
     schedule = Schedule(config.steps, config.learning_rate, config.warmup)
