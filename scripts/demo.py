@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the texts, coloured, and a table; exit code 1 if any output differs."""
     config = _cli.parse(Config, argv, __doc__)
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from specjax.generate import Generation, generate
     from specjax.scripts import _colours
@@ -72,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     console.print(_colours.legend())
     table = Table(
-        "prompt", "plain, tokens/s", "speculative, tokens/s", "tokens a step", "drafts accepted", "identical"
+        Column("prompt", no_wrap=True),
+        "plain, tokens/s",
+        "with drafts, tokens/s",
+        "tokens a step",
+        "drafts accepted",
+        "identical",
     )
     all_same = True
     for name, ids in prompts.items():
