@@ -2,8 +2,8 @@
 
 A row of the lane is moved to a slot once its prompt is read, and what it read stays where it was: the next
 prompt that begins alike, with the same system prompt for instance, is read from where it parts. One that
-begins as a prompt that is still being read waits for it. Work with the very same prompt (the n choices of a
-request) shares one row.
+begins as a prompt that is still being read comes after it in the same row. Work with the very same prompt
+(the n choices of a request) shares one row.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def default_rows(slots: int, ways: int = 1) -> int:
 
 @dataclasses.dataclass
 class _Row:
-    tokens: tuple[int, ...] = ()  # the prompt in it, the newest one or the last
+    tokens: tuple[int, ...] = ()  # the prompt in it: that of the first who waits, or the last
     position: int = 0  # how much of it was read
-    waiting: deque[tuple[int, Work]] = dataclasses.field(default_factory=deque)  # who wants it, numbered
+    waiting: deque[tuple[int, Work]] = dataclasses.field(default_factory=deque)  # by turns, numbered
     # Whether the drafter knows where the row stands: it is told by what it reads, so a row that was taken
     # back must read something, if only its newest token.
     is_settled: bool = True
@@ -46,6 +46,14 @@ class _Row:
     @property
     def is_ready(self) -> bool:
         return bool(self.waiting) and not self.num_missing
+
+    def shared(self, work: Work) -> int:
+        """How much of what was read is the work's as well, its newest token aside."""
+        return _common(self.tokens[: self.position], work.prompt[:-1])
+
+    def to_come(self, work: Work) -> int:
+        """The same, once those who wait have gone."""
+        return _common(self.waiting[-1][1].prompt, work.prompt[:-1])
 
 
 class Lane:
@@ -94,28 +102,36 @@ class Lane:
         return bool(waiting) and min(waiting, key=lambda row: row.waiting[0][0]).is_ready
 
     def load(self, work: Work) -> bool:
-        """Takes work to the row with its prompt, or the free one that begins most alike.
+        """Takes work to the row with its prompt, or the free one that begins most alike; of those that do so
+        equally, the one that loses least. Where a row that is not free will save a whole chunk more, the work
+        comes after what is there.
 
         Returns:
-          False if there is none, or if a row that is not free yet will save a whole chunk of reading.
+          False if no row is free, nor has its prompt.
         """
-        for row in self._rows:
-            if row.waiting and row.tokens == work.prompt:
-                row.waiting.append((next(self._numbers), work))
+        entry = next(self._numbers), work
+        busy, free = ([row for row in self._rows if bool(row.waiting) is wanted] for wanted in (True, False))
+        for row in busy:
+            if row.waiting[-1][1].prompt == work.prompt:
+                row.waiting.append(entry)
                 return True
-        free = [row for row in self._rows if not row.waiting]
         if not free:
             return False
-        shared = [_common(row.tokens[: row.position], work.prompt[:-1]) for row in free]
-        best = max(range(len(free)), key=shared.__getitem__)
-        to_come = [_common(row.tokens, work.prompt[:-1]) for row in self._rows if row.waiting]
-        if max(to_come, default=0) >= shared[best] + self._chunks[-1]:
-            return False
-        row = free[best]
-        row.is_settled = not self._has_state or (row.is_settled and row.tokens == work.prompt)
-        row.tokens, row.position = work.prompt, shared[best]
-        row.waiting.append((next(self._numbers), work))
+        row = max(free, key=lambda row: (row.shared(work), -row.position))
+        # Rows that are read together don't wait: the same beginning in each takes no longer than in one.
+        if busy and self._together == 1:
+            other = max(busy, key=lambda row: row.to_come(work))
+            row = other if other.to_come(work) >= row.shared(work) + self._chunks[-1] else row
+        row.waiting.append(entry)
+        if len(row.waiting) == 1:
+            self._begin(row)
         return True
+
+    def _begin(self, row: _Row) -> None:
+        """Goes over to the prompt of the first who waits."""
+        work = row.waiting[0][1]
+        row.is_settled = not self._has_state or (row.is_settled and row.tokens == work.prompt)
+        row.tokens, row.position = work.prompt, row.shared(work)
 
     def read(self) -> bool:
         """Reads a chunk of one prompt, by turns, on the device, and returns at once.
@@ -167,7 +183,10 @@ class Lane:
             return None
         first = min(ready, key=lambda i: self._rows[i].waiting[0][0])
         group, row = divmod(first, self._together)
-        return self.caches[group], row, self._rows[first].waiting.popleft()[1]
+        _, work = self._rows[first].waiting.popleft()
+        if self._rows[first].waiting:
+            self._begin(self._rows[first])
+        return self.caches[group], row, work
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -72,22 +72,55 @@ def test_a_lone_prompt_costs_no_more_than_its_tokens():
     assert [lane.take()[2].tag for _ in range(2)] == [141, 10]
 
 
+def read_all(lane: Lane) -> list:
+    """Reads and takes whatever waits; the tags as they come."""
+    taken = []
+    while not lane.is_empty:
+        while lane.read():
+            pass
+        taken.append(lane.take()[2].tag)
+    return taken
+
+
 def test_prompts_that_begin_alike_read_that_once():
-    programs = Noted()
-    lane = Lane(programs, rows=4, chunks=(16, 64))
+    lane = Lane(Noted(), rows=2, chunks=(16, 64))
     document = tuple(range(200))
     questions = [Work((*document, 1000 + i, 0), tag=i) for i in range(3)]
     other = Work((*document[:60], 2000, 0), tag="other")  # what it would save is less than a chunk
-    assert [lane.load(work) for work in (questions[0], questions[1], other)] == [True, False, True]
-    taken = []
-    for work in (*questions[1:], None):
-        while lane.read():
-            pass
-        while found := lane.take():
-            taken.append(found[2].tag)
-        assert work is None or lane.load(work)
-    assert taken == [0, "other", 1, 2]
+    # Whoever comes later doesn't wait for the document, which the others do.
+    assert all(lane.load(work) for work in (*questions, other))
+    assert lane.take() is None
+    assert lane.read()
+    assert lane.read()
+    assert lane.take()[2].tag == "other"
+    assert read_all(lane) == [0, 1, 2]
     assert lane.tokens_read == 202 + 62 + 2 * 2
+
+
+def test_whoever_comes_after_another_in_a_row_is_not_overtaken():
+    lane = Lane(Noted(), rows=2, chunks=(4,))
+    first, second = (*range(20),), (*range(20), 7, 8)
+    for tag, prompt in enumerate((first, second, first, first)):
+        assert lane.load(Work(prompt, tag=tag))
+    assert read_all(lane) == [0, 1, 2, 3]
+    assert lane.tokens_read == 20 + 2
+
+
+def test_what_was_read_last_stays_where_there_are_other_rows():
+    lane = Lane(Noted(), rows=2, chunks=(16, 64))
+    for i in range(3):
+        for prompt in ((*range(200), 1000 + i), (2000 + i, 0)):
+            assert lane.load(Work(prompt))
+            read_all(lane)
+    assert lane.tokens_read == 201 + 3 * 2
+
+
+def test_rows_that_are_read_together_do_not_wait_for_each_other():
+    programs = Noted(ways=2)
+    lane = Lane(programs, rows=2, chunks=(16, 64))
+    assert all(lane.load(Work((*range(200), 1000 + i, 0))) for i in range(2))
+    read_all(lane)
+    assert programs.shapes == [(2, 64)] * 3 + [(2, 16)]
 
 
 def test_rows_of_several_devices_are_read_together():
