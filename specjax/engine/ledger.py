@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,8 @@ def _lock(path: Path, output: Output) -> Iterator[None]:
     """Holds a file, which is made if missing; the system lets go of it when the process ends in any way."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # a device may never end, nor a pipe
+            raise ValueError(f"{path} is no file: move it away")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = os.path.samestat(os.fstat(fd), os.stat(path))  # nobody has put another in its place

@@ -188,6 +188,14 @@ def test_an_output_of_no_job_is_refused_and_kept(source, tmp_path):
         run_job(source, sink)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="there is no /dev/null")
+def test_a_state_that_is_no_file_is_refused(source, tmp_path):
+    # Not the device without an end, which this is for: on a fault the test would take the machine with it.
+    (tmp_path / "out.jsonl.state.json").symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=r"out\.jsonl\.state\.json is no file: move it away"):
+        run_job(source, tmp_path / "out.jsonl")
+
+
 def test_an_empty_file_is_no_loss(source, tmp_path):
     (tmp_path / "out.jsonl").touch()
     run_job(source, tmp_path / "out.jsonl")
