@@ -9,6 +9,7 @@ from typing import Any
 
 from specjax import plot
 from specjax.engine.metrics import Totals
+from specjax.engine.sink import naming
 
 __all__ = ["write_report"]
 
@@ -63,9 +64,10 @@ def write_report(
         f"<figure><figcaption>{html.escape(name)}</figcaption>{plot.svg(draw)}</figure>"
         for name, draw in figures.items()
     )
-    path.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1><table>{rows}</table>{pictures}</html>\n",
-        encoding="utf-8",
-        errors="backslashreplace",  # a path need not be text
-    )
+    with naming(path):
+        path.write_text(
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+            f"<style>{STYLE}</style><h1>{html.escape(title)}</h1><table>{rows}</table>{pictures}</html>\n",
+            encoding="utf-8",
+            errors="backslashreplace",  # a path need not be text
+        )

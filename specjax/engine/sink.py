@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from specjax.engine.source import Source
 
-__all__ = ["Output", "Sink", "repair", "replace_file", "whole_lines"]
+__all__ = ["Output", "Sink", "naming", "repair", "replace_file", "whole_lines"]
 
 SYNC_SECONDS = 5.0
 """How often a file is forced to the disk. What a killed process has written is safe without it; should the
@@ -70,7 +70,7 @@ class Sink:
             sys.stdout.buffer.flush()
             return
         try:
-            with _naming(self._path):
+            with naming(self._path):
                 view = memoryview(data)
                 while view:  # a disk that fills up takes a part first, and fails at the next
                     view = view[os.write(self._fd, view) :]
@@ -86,7 +86,7 @@ class Sink:
     def sync(self) -> None:
         """Waits until the disk has all of it."""
         if self._fd is not None and self._regular:
-            with _naming(self._path):
+            with naming(self._path):
                 os.fsync(self._fd)
         self._synced = time.monotonic()
 
@@ -214,7 +214,7 @@ def replace_file(path: Path, text: str) -> None:
     """Puts a text in a file's place: whoever reads it finds the old one or the new one, whole."""
     new = path.with_name(path.name + ".new")
     try:
-        with _naming(path), new.open("w", encoding="utf-8") as file:
+        with naming(path), new.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -230,8 +230,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """What the system says of a full disk doesn't name the file."""
+def naming(path: Path) -> Iterator[None]:
+    """Around the writing of a file: what the system says of a full disk doesn't name it, this does."""
     try:
         yield
     except OSError as error:

@@ -14,6 +14,7 @@ import sys
 import termios
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -274,6 +275,15 @@ def test_a_page_may_have_any_title(tmp_path):
     title = "<b> " + os.fsdecode(b"caf\xe9")  # what a path may be
     write_report(tmp_path / "page.html", title, {}, Totals(), [], [], [])
     assert "<h1>&lt;b&gt; caf\\udce9</h1>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_under_a_page_names_the_page():
+    pytest.importorskip("matplotlib")
+    from specjax.scripts._report import write_report
+
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_report(Path("/dev/full"), "title", {}, Totals(), [], [], [])
 
 
 @pytest.mark.parametrize(
