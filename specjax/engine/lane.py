@@ -191,7 +191,5 @@ class Lane:
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """How many tokens two texts share from their first."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return int(np.argmax(np.not_equal(a[:length], b[:length])))
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
