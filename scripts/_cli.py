@@ -98,6 +98,10 @@ def _sentence(box: str) -> str:
         (r"^Unrecognized options: ([^,]+).*", r"unexpected argument '\1'"),
         (r"^Missing from [^:]*: ", "missing: "),
         (r"^Error parsing (?:[A-Z]\w*: )?", ""),
+        (
+            r"no type matching \{None\}\|(\w+) could be instantiated from \['([^']*)'\].*",
+            r"expected \1, got '\2'",
+        ),
         (r"invalid literal for int\(\) with base 10: ", "expected a whole number, got "),
         (r"could not convert string to float: ", "expected a number, got "),
     ):

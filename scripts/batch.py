@@ -5,8 +5,8 @@
 
 A line asks for a chat or a completion with all their options, or is a bare {"prompt": "..."}. Started again,
 the job goes on where it was: what the output has is skipped. Exit codes: 0 all lines answered; 1 the output
-could not be written; 2 nothing could be started; 3 finished, with an error in some lines; 130 or 143
-interrupted by Ctrl-C or SIGTERM, and ready to go on.
+could not be written; 2 nothing could be started, or the input changed; 3 finished, with an error in some
+lines; 130 or 143 interrupted by Ctrl-C or SIGTERM, and ready to go on; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _answer(config: Config) -> int:
         output = Output(config.output, source)
         _check_paths(config, source, output)
     if config.report is not None and importlib.util.find_spec("matplotlib") is None:
-        _cli.fail('--report needs matplotlib: pip install "specjax[notebooks]"')
+        _cli.fail('--report needs matplotlib: pip install -e ".[notebooks]"')
     if config.ray:
         return _share_out(config, source, output)
     decoder = _jobs.load_decoder(config)
@@ -140,7 +140,7 @@ def _share_out(config: Config, source: Source, output: Output) -> int:
     if not output.is_folder:
         _cli.fail("--ray shares out the files of a folder: give -i and -o a folder")
     if importlib.util.find_spec("ray") is None:
-        _cli.fail('--ray needs ray: pip install "specjax[ray]"')
+        _cli.fail('--ray needs ray: pip install -e ".[ray]"')
     from specjax.scripts import _ray
 
     with _cli.blame_input():
@@ -151,6 +151,8 @@ def _check_paths(config: Config, source: Source, output: Output) -> None:
     """Refuses pages and figures that can't be written, or would be written over something else."""
     taken = {file.resolve(): "the input" for file in source.files}
     taken |= dict.fromkeys((file.resolve() for file in (output.path, *output.files)), "the output")
+    if not output.is_folder and not output.path.resolve().parent.is_dir():
+        raise ValueError(f"{output.path} can't be made: there is no folder {output.path.parent}")
     figures = {"--metrics": config.metrics, "--report": config.report}
     if config.metrics is not None:
         figures["the Prometheus file of --metrics"] = config.metrics.with_suffix(".prom")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from specjax.scripts import _cli
+from specjax.scripts import _cli, _distill_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Config:
     """Tokens of a sequence."""
     scored: int = 8192
     """Tokens that the draft can say."""
-    losses: tuple[str, ...] = ("forward_kl",)
-    """Losses, equally weighted."""
+    losses: tuple[str, ...] = ("forward_kl:1",)
+    """Losses with their weights, as in distill."""
     runs: int = 7
     """Runs of each; medians count."""
 
@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from specjax.models.load import load_model
 
     with _cli.blame_input(OSError, ValueError):
+        _distill_options.check_losses(_distill_options.parse_losses(config.losses))
         loaded = load_model(config.model)
         step = real_step(config, loaded)
     bare = bare_products(products_of(config, loaded.model.config))
@@ -108,7 +109,7 @@ def real_step(config: Config, loaded: Any) -> Callable[[], Any]:
     trained, frozen = split_params(params, frozenset({"embedding", "vocabulary", "head"}))
     frozen = {**frozen, "target_head": output_rows(loaded.params)[vocabulary]}
     optimizer = make_optimizer(Schedule(1000))
-    objective = Objective(tuple((name, 1.0) for name in config.losses))
+    objective = Objective(_distill_options.parse_losses(config.losses))
     step = make_step(HeadStudent(model, config.passes), objective, optimizer)
     rng = np.random.default_rng(0)
     shape = (1, config.batch, config.capacity)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from specjax.scripts import _cli, _distill_data, _distill_layers, _jobs
+from specjax.scripts import _cli, _distill_data, _distill_layers, _distill_options, _jobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,25 +114,21 @@ class Config:
 
     def weights(self) -> tuple[tuple[str, float], ...]:
         """The losses and their weights."""
-        pairs = [text.partition(":") for text in self.losses]
-        try:
-            return tuple((name, float(weight or 1)) for name, _, weight in pairs)
-        except ValueError:
-            raise ValueError(f"--losses are written name:weight, not {' '.join(self.losses)}") from None
+        return _distill_options.parse_losses(self.losses)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs all stages; exit code 1 if it was told to stop before the last."""
     config = _cli.parse(Config, argv, __doc__)
-    from specjax.distill.losses import LOSSES
+    _distill_options.check_extra()
     from specjax.models.load import load_model
 
-    unknown = {name for name, _ in config.weights()} - set(LOSSES)
-    if unknown:
-        _cli.fail(f"no loss is named {min(unknown)!r}; there are {', '.join(LOSSES)}")
     _cli.start()
     with _cli.blame_input(OSError, ValueError):
+        _distill_options.check_losses(config.weights())
+        _distill_options.check_options(config)
         loaded = load_model(config.model)
+        load_older(config, loaded, None)  # refused now, not after the data
         shards = _distill_data.write_data(config, loaded)
     # What Orbax's threads log of a failed write, page by page, the error below says in a line.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -272,6 +268,7 @@ def train(config: Config, loaded: Any, shards: Sequence[Path]) -> tuple[Any, boo
         figures["score"] = float(np.mean([p.tokens_a_step for p in found.values()])) if found else 0.0
         return figures
 
+    _distill_options.note_options(config)
     checkpoints = Checkpoints(str(config.out / "checkpoints"))
     state = init_state(trained, optimizer)
     shardings: dict[str, Any] = {}

@@ -4,7 +4,7 @@
     specjax plan --target llama-3.1-70b --draft llama-3.1-8b --topology v5p:2x2x1 --json plan.json
 
 All figures are the compiler's and ours from its program: estimates, no measurements.
-Needs the extra `tpu`: pip install "specjax[tpu]".
+Needs the extra `tpu`: pip install -e ".[tpu]".
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class Config:
     temperature: float = 0.0
     draft: Literal["lookup", "none"] = "lookup"
     stream: bool = False
+    slots: int | None = None
 
     def __post_init__(self):
         if self.num_tokens < 1:
@@ -132,6 +133,7 @@ def test_a_command_line_becomes_a_config():
     [
         ("--num-tokens x", "--num-tokens: expected a whole number, got 'x'"),
         ("--num-tokens 3 --temperature hot", "--temperature: expected a number, got 'hot'"),
+        ("--num-tokens 3 --slots many", "--slots: expected INT, got 'many'"),
         ("--num-tokens", "Missing value for argument '--num-tokens'. Expected 1 values"),
         ("--num-tokens 3 --tempreature 1", "unknown option --tempreature; did you mean --temperature?"),
         ("--num-tokens 3 --zzz", "unknown option --zzz"),

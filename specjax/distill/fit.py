@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ def fit(
       place_batch: puts a batch where the step wants it.
 
     Returns:
-      The last state, and whether the plan's end was reached: SIGTERM saves and ends early.
+      The last state, and whether the plan's end was reached: SIGTERM or Ctrl-C saves and ends early.
     """
     newest = checkpoints.latest()
     if newest is not None:
@@ -139,10 +140,17 @@ def _cut_log(log: Path, step: int) -> None:
 
 @contextmanager
 def _told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Says whether SIGTERM came; the step that runs is finished first."""
+    """Says whether SIGTERM or Ctrl-C came; the step that runs is finished first. A second Ctrl-C is as usual."""
     told: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if told and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        told.append(number)
+
+    before = {kind: signal.signal(kind, note) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(told)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)

@@ -52,8 +52,8 @@ class Totals:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens decoded a step and row; 1 without speculation."""
-        return self.tokens / max(self.row_steps, 1)
+        """Tokens decoded a step and row, those of rows that go on included; 1 without speculation."""
+        return (self.row_steps + self.accepted) / max(self.row_steps, 1)
 
     @property
     def acceptance_rate(self) -> float:

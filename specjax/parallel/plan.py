@@ -132,7 +132,7 @@ def devices_of(topology: str) -> Sequence[Any]:
     except Exception as error:  # whatever the plugin raises
         raise ValueError(
             f"no compiler for the topology {topology!r}: {str(error).splitlines()[0]} "
-            '(names are like v5e:2x4, v5p:2x2x1, v6e:2x4; pip install "specjax[tpu]")'
+            '(names are like v5e:2x4, v5p:2x2x1, v6e:2x4; pip install -e ".[tpu]")'
         ) from error
     if devices[0].device_kind not in CHIPS:
         known = ", ".join(chip.name for chip in CHIPS.values())

@@ -61,12 +61,12 @@ def step(state, batch, frozen):
     return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), metrics
 
 
-def run(folder, steps, stop_at=None):
-    """Trains; ``stop_at`` sends SIGTERM in the middle of that step."""
+def run(folder, steps, stop_at=None, number=signal.SIGTERM):
+    """Trains; ``stop_at`` sends a signal in the middle of that step."""
 
     def counted(state, batch, frozen):
         if int(state.step) + 1 == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return step(state, batch, frozen)
 
     checkpoints = Checkpoints(str(folder / "checkpoints"))
@@ -91,10 +91,11 @@ def lines(folder):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
-def test_ten_steps_are_five_stopped_resumed_five(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ten_steps_are_five_stopped_resumed_five(tmp_path, number):
     whole, finished = run(tmp_path / "whole", 10)
     assert finished
-    _, finished = run(tmp_path / "parts", 10, stop_at=5)
+    _, finished = run(tmp_path / "parts", 10, stop_at=5, number=number)
     assert not finished
     parts, finished = run(tmp_path / "parts", 10)
     assert finished

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from specjax.engine.engine import Engine
 from specjax.engine.metrics import Totals
 from specjax.scripts import __main__ as specjax_command
 
@@ -163,7 +164,7 @@ def test_a_stop_string_cuts_the_text_wherever_it_stands(model, tmp_path):
         assert row["response"]["body"]["usage"]["completion_tokens"] == len(choice["token_ids"])
 
 
-def test_a_job_goes_on_where_it_was(model, tmp_path, capsys):
+def test_a_job_goes_on_where_it_was(model, tmp_path, capsys, monkeypatch):
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [line(f"r{i}", "the he" * (i % 5 + 1), temperature=0.7 * (i % 2)) for i in range(9)] + ["{torn"]
     options = ["-i", source, "-o", sink, "--model", model, "--slots", 2, "--no-adaptive"]
@@ -175,7 +176,9 @@ def test_a_job_goes_on_where_it_was(model, tmp_path, capsys):
         assert run("batch", *options) == 3
         assert sorted(sink.read_text().splitlines()) == whole
     capsys.readouterr()
-    assert run("batch", *options, "--metrics", tmp_path / "run.jsonl") == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "warm_up", None)  # nothing is left, so nothing is compiled
+        assert run("batch", *options, "--metrics", tmp_path / "run.jsonl") == 3
     assert "done before" in capsys.readouterr().err
     assert json.loads((tmp_path / "run.jsonl").read_text())["refused"] == 0  # it counts from zero
     assert sorted(sink.read_text().splitlines()) == whole
@@ -256,6 +259,7 @@ def test_figures_for_others(model, tmp_path):
         (["--capacity", 2], "a capacity of 2 positions"),
         (["--slots", 10**9], "too little memory: weights"),
         (["--rule", "best"], "rule"),
+        (["-o", "nowhere/out.jsonl"], "nowhere/out.jsonl can't be made: there is no folder nowhere"),
     ],
 )
 def test_what_cannot_be_started_gets_one_line(model, tmp_path, options, message, capsys):

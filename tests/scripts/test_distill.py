@@ -8,7 +8,7 @@ import pytest
 
 from specjax.distill.checkpoints import CheckpointNotWritten
 from specjax.scripts import __main__ as specjax_command
-from specjax.scripts import _distill_data, distill
+from specjax.scripts import _distill_data, _distill_options, distill
 
 
 def run(*argv):
@@ -40,6 +40,9 @@ def test_from_nothing_to_a_draft_that_decodes(write_gguf, prompts, tmp_path, cap
     # Asked again, everything is there.
     assert run("distill", *options, *sizes, "--passes", 1) == 0
     assert "resumed at step 4" in capsys.readouterr().out
+    # With other options it would be another draft.
+    assert run("distill", *options, *sizes, "--passes", 1, "--losses", "tv:1") == 2
+    assert "out was begun with --losses forward_kl:1, not tv:1: go on" in capsys.readouterr().err
 
     # On four devices the losses are the same, to rounding.
     two = tmp_path / "two"  # what is given twice counts as given last
@@ -101,6 +104,7 @@ def test_layers_are_chosen_and_the_draft_writes_for_itself(write_gguf, prompts, 
         (["--on-policy", 0.5], "needs the --init of a draft that speaks alone: no head"),
         (["--on-policy", 2, "--init", "x", "--kind", "small"], "--on-policy is a share in 0 .. 1"),
         (["--texts", "missing.jsonl"], "missing.jsonl: No such file"),
+        (["--init", "missing.safetensors"], "missing.safetensors: No such file"),
         (["--texts", "a", "--prompts", "b"], "--texts goes without --prompts"),
         (["--num-layers", 0], "--num-layers must be at least 1"),
         (["--losses", "forwardkl:1"], "no loss is named 'forwardkl'; there are forward_kl"),
@@ -122,6 +126,18 @@ def test_bad_options_get_one_line(write_gguf, tmp_path, options, message, capsys
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_without_its_extra_nothing_is_begun(write_gguf, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(_distill_options.importlib.util, "find_spec", lambda name: None)
+    assert run("distill", "--out", tmp_path / "out", "--model", write_gguf()) == 2
+    assert "array_record and grain missing: pip install -e '.[distill]'" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_a_file_is_named(write_gguf, tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert run("distill", "--out", tmp_path / "out", "--model", write_gguf()) == 2
+    assert "/out is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"text": "x"}', '{"prompt": 5}'])
