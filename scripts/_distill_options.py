@@ -1,4 +1,4 @@
-"""What `specjax distill` asks of its options: losses that there are, and those that its folder was begun with."""
+"""The options of `specjax distill`: losses that there are, and what the run in a folder was begun with."""
 
 from __future__ import annotations
 

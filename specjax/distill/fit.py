@@ -140,7 +140,7 @@ def _cut_log(log: Path, step: int) -> None:
 
 @contextmanager
 def _told_to_stop() -> Iterator[Callable[[], bool]]:
-    """Says whether SIGTERM or Ctrl-C came; the step that runs is finished first. A second Ctrl-C is as usual."""
+    """Says whether SIGTERM or Ctrl-C came; the step that runs is finished first. A second Ctrl-C ends it."""
     told: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
