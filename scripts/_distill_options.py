@@ -71,17 +71,19 @@ def check_options(config: Any) -> None:
     except (TypeError, ValueError):
         raise ValueError(f"{path} is damaged: name another --out") from None
     for name, value in held.items():
-        if begun.get(name) != value:
+        if (before := begun.get(name, value)) != value:
             raise ValueError(
-                f"{config.out} was begun with --{name.replace('_', '-')} {_shown(begun.get(name))}, not "
+                f"{config.out} was begun with --{name.replace('_', '-')} {_shown(before)}, not "
                 f"{_shown(value)}: go on with that, or name another --out (--init goes on from a draft)"
             )
 
 
 def note_options(config: Any) -> None:
     """Writes down what the training is begun with."""
+    from specjax.engine.sink import replace_file
+
     config.out.mkdir(parents=True, exist_ok=True)
-    (config.out / NAME).write_text(json.dumps(_held(config), indent=1) + "\n", encoding="utf-8")
+    replace_file(config.out / NAME, json.dumps(_held(config), indent=1) + "\n")
 
 
 def _held(config: Any) -> dict[str, Any]:
