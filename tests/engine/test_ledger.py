@@ -188,7 +188,6 @@ def test_an_output_of_no_job_is_refused_and_kept(source, tmp_path):
         run_job(source, sink)
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="there is no /dev/null")
 def test_a_state_that_is_no_file_is_refused(source, tmp_path):
     # Not the device without an end, which this is for: on a fault the test would take the machine with it.
     (tmp_path / "out.jsonl.state.json").symlink_to("/dev/null")
